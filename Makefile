@@ -1,0 +1,63 @@
+# Everything happens in .venv, which the first target that needs it creates. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+# The suite must not depend on a hub, and tokenizers warns about every fork without the second.
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+TESTS := --doctest-modules src/verkv/estimators src/verkv/sketches tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model kvpress-tests demo test test-gpu lint format wheel clean
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) model  ## create .venv, install VerKV with its tools, fetch the demo model
+
+demo: setup  ## run the demo; options in ARGS="..."
+	$(BIN)/verkv demo $(ARGS)
+
+test: setup lint kvpress-tests  ## lint, then run all tests that the machine can run; pytest options in ARGS="..."
+	$(TEST_ENV) $(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+test-gpu: $(INSTALLED)  ## run only the tests that need a CUDA device
+	$(TEST_ENV) $(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(INSTALLED)  ## check style and format, change nothing
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: $(INSTALLED)  ## sort imports, fix what ruff can fix, format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+wheel: $(INSTALLED)  ## build the wheel into dist/
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean:  ## remove .venv, builds and caches, but not the demo model in the user's cache
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The two below ask their script each time: it returns at once when there is nothing to do.
+model: $(INSTALLED)
+	@$(BIN)/python -m verkv.demo_model
+
+kvpress-tests: $(INSTALLED)
+	@$(BIN)/python scripts/fetch_kvpress_tests.py
+
+# The stamp is written last, so an interrupted installation is taken up again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "VerKV needs Python 3.10 or newer: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot create environments (venv or ensurepip is missing)."; \
+	      echo "On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	    { echo "Creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "Installing VerKV and its tools into $(VENV), once: 1 to 10 minutes and about 2 GB with a CPU build of torch,"
+	@echo "several GB more where pip's torch brings CUDA (Linux). Versions: constraints.txt"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

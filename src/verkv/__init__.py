@@ -1,0 +1,35 @@
+"""VerKV: verifiable KV-cache compression for long-context language models.
+
+Public names are resolved when they are first used: importing this package imports neither transformers nor kvpress and
+changes nothing.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FastKVzipPress": "verkv.presses",
+    "KVzipPress": "verkv.presses",
+    "PoissonCompPress": "verkv.presses",
+    "VerKVPress": "verkv.presses",
+    "VerKVCache": "verkv.cache",
+    "make_cache": "verkv.cache",
+    "FetchStats": "verkv.stats",
+    "MemoryReport": "verkv.stats",
+    "memory_report": "verkv.stats",
+    "ExactSketch": "verkv.sketches",
+    "RopePairSketch": "verkv.sketches",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'verkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

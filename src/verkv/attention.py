@@ -1,0 +1,170 @@
+"""Weighted attention over several parts, and the hand-off of sealed layers to transformers' attention functions.
+
+A sealed cache layer gives the model a :class:`SealedHandle` instead of keys. The functions in transformers' registry are
+wrapped under their own names, so masks, flash dispatch and ``config._attn_implementation`` stay as they are; a handle is
+answered by its layer, everything else passes through. A foreign function that meets a handle raises.
+"""
+
+import contextlib
+import contextvars
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# Attention implementations compute with these; anything that does so on a handle would silently see the tail only.
+_COMPUTING = frozenset(
+    [
+        "__getitem__",
+        "__setitem__",
+        "__matmul__",
+        "add",
+        "baddbmm",
+        "bmm",
+        "cat",
+        "clone",
+        "contiguous",
+        "einsum",
+        "expand",
+        "flatten",
+        "flex_attention",
+        "float",
+        "matmul",
+        "mul",
+        "permute",
+        "repeat",
+        "repeat_interleave",
+        "reshape",
+        "scaled_dot_product_attention",
+        "split",
+        "to",
+        "transpose",
+        "unsqueeze",
+        "view",
+    ]
+)
+
+_observer: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("verkv_attention_observer", default=None)
+
+
+def weighted_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Softmax attention over the union of several sets of tokens, with log-weights already added to the logits.
+
+    Parameters
+    ----------
+    parts : sequence of (logits, values)
+        logits (..., R, S), float32, with S differing between parts; values (..., S, d), any float dtype; leading axes
+        broadcast. A token weighted by w has log(w) added to its logit; -inf leaves it out.
+
+    Returns
+    -------
+    output : Tensor, shape (..., R, d), float32
+    lse : Tensor, shape (..., R), float32
+        Log of the denominator; -inf where every token is left out (the output is 0 there).
+
+    Examples
+    --------
+    >>> import torch
+    >>> logits, values = torch.zeros(1, 2), torch.tensor([[0.0], [1.0]])
+    >>> weighted_attention([(logits, values)])[0]
+    tensor([[0.5000]])
+    """
+    lse = torch.logsumexp(torch.stack([torch.logsumexp(logits, dim=-1) for logits, _ in parts]), dim=0)
+    shift = torch.where(torch.isfinite(lse), lse, 0.0)[..., None]
+    output = sum((logits - shift).exp() @ values.float() for logits, values in parts)
+    return output, lse
+
+
+class SealedHandle(torch.Tensor):
+    """The keys (or values) a sealed layer returns from ``update``: the tail, with a reference to the layer.
+
+    Reading its shape, dtype or device works; computing with it raises, since it is not the whole cache.
+    """
+
+    layer: object
+
+    @classmethod
+    def wrap(cls, tail: Tensor, layer: object) -> "SealedHandle":
+        """View ``tail`` as a handle of ``layer``."""
+        handle = tail.as_subclass(cls)
+        handle.layer = layer
+        return handle
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in _COMPUTING:
+            raise NotImplementedError(
+                f"a sealed VerKV cache reached an attention implementation that VerKV does not wrap (it called "
+                f"{func.__name__}); load the model with attn_implementation='sdpa', 'eager' or 'flash_attention_2'"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def wrap_attention_functions() -> None:
+    """Make transformers' attention functions answer sealed layers. Idempotent; called when a layer is first sealed.
+
+    Not at import: importing VerKV changes nothing, and kvpress' own wrappers, made when it is imported, must end up
+    inside ours (they would index a sealed layer's tail with positions of an earlier context).
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in list(ALL_ATTENTION_FUNCTIONS):
+        ALL_ATTENTION_FUNCTIONS[name] = _wrapped(ALL_ATTENTION_FUNCTIONS[name])
+    if "eager" not in ALL_ATTENTION_FUNCTIONS:  # models keep it in their own module and only look here first
+        ALL_ATTENTION_FUNCTIONS["eager"] = _wrapped(_eager_of_module)
+
+
+@contextlib.contextmanager
+def observe_attention(observer: Callable) -> Iterator[None]:
+    """Call ``observer(module, query, key, scaling)`` before every attention on plain tensors.
+
+    Queries and keys are what the attention function sees: after norm, RoPE and any query scale.
+    """
+    wrap_attention_functions()
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def _wrapped(function: Callable) -> Callable:
+    if getattr(function, "_answers_sealed_layers", False):
+        return function
+
+    @functools.wraps(function)
+    def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+        # kvpress' wrapper passes `dropout` as the sixth positional argument
+        if type(key) is SealedHandle:
+            _refuse_unsupported(module, kwargs)
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return key.layer.attend(query, attention_mask, scaling), None
+        observer = _observer.get()
+        if observer is not None:
+            observer(module, query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+    attention._answers_sealed_layers = True
+    return attention
+
+
+def _eager_of_module(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """The eager attention of the model's own modelling file."""
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _refuse_unsupported(module, kwargs: dict) -> None:
+    if kwargs.get("softcap") is not None:
+        raise NotImplementedError("soft-capped attention (softcap) cannot be verified; use the model without VerKV")
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention with learned sinks (s_aux) is not supported; use the model without VerKV")
+    config = getattr(module, "config", None)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise NotImplementedError(
+            "output_attentions is not available after sealing: most weights are estimates that are never formed; "
+            "pass output_attentions=False"
+        )

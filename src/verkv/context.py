@@ -1,0 +1,416 @@
+"""One layer's sealed context: what is kept where, and attention over it with or without KVFetch."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verkv.attention import weighted_attention
+from verkv.estimators.sampling import LEVELS_PER_OCTAVE, decode_inclusion_probs
+from verkv.kvfetch import FetchConfig, decide, row_chunks
+from verkv.sketches import Sketch, shortlist
+from verkv.stats import FetchStats, LayerRecord
+from verkv.tiers import LEVEL_MASK, RESIDENT_BIT, HostTier, ResidentRows, pad_rows
+
+LOG_PER_LEVEL = math.log(2.0) / LEVELS_PER_OCTAVE  # -log r of one level
+
+
+@dataclass(frozen=True)
+class SealPlan:
+    """Everything one layer needs to be sealed, decided before any layer is.
+
+    Attributes
+    ----------
+    codes : Tensor, shape (C, Hkv, T), uint8
+        Resident bit and level of every token; 0 where the token is absent (padding, or evicted).
+    n_padding : Tensor, shape (C,), int64
+        Left padding of each context.
+    fetch : FetchConfig or None
+        None: attention from the resident rows alone.
+    sketch : Sketch or None
+        Recipe of the sketch; needed with ``fetch``.
+    keep_host : bool
+        Keep the full context on the host. Always with ``fetch``.
+    audit : bool
+        Compare every decision with exact attention; needs the host.
+    beams : int
+        Batch rows that share one context: rows c * beams .. (c + 1) * beams - 1 belong to context c.
+    """
+
+    codes: Tensor
+    n_padding: Tensor
+    fetch: FetchConfig | None = None
+    sketch: Sketch | None = None
+    keep_host: bool = True
+    audit: bool = False
+    beams: int = 1
+
+
+class SealedContext:
+    """A context split over device and host, and the attention of later queries over it."""
+
+    def __init__(self, keys: Tensor, values: Tensor, plan: SealPlan, layer_idx: int, stats: FetchStats):
+        self.layer_idx, self.stats = layer_idx, stats
+        self.fetch, self.audit, self.beams = plan.fetch, plan.audit, plan.beams
+        self.n_contexts, self.n_kv_heads, self.n_tokens, _ = keys.shape
+        self.device, self.dtype = keys.device, keys.dtype
+        self.full_bytes = keys.nbytes + values.nbytes
+        self.key_dim, self.value_dim = keys.shape[-1], values.shape[-1]
+        self.n_padding = plan.n_padding.to(self.device)
+
+        codes = plan.codes.to(self.device)
+        self.rows = ResidentRows.gather(keys, values, codes)
+        self.host = HostTier.copy_from(keys, values) if plan.keep_host or plan.fetch or plan.audit else None
+        self.codes = codes.flatten(0, 1) if plan.fetch else None
+        self.sketch = None
+        if plan.fetch:
+            self.sketch = plan.sketch.build(self.host.keys if plan.sketch.is_oracle else keys)
+
+    @property
+    def n_units(self) -> int:
+        """KV heads of all contexts."""
+        return self.n_contexts * self.n_kv_heads
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and part; the sum over the tensors this object holds."""
+        device = {
+            "row_keys": self.rows.keys.nbytes,
+            "row_values": self.rows.values.nbytes,
+            "row_codes": self.rows.codes.nbytes,
+            "row_offsets": self.rows.offsets.nbytes,
+        }
+        uncharged = {"n_padding": self.n_padding.nbytes}
+        if self.codes is not None:
+            device["token_codes"] = self.codes.nbytes
+        if self.sketch is not None:
+            device |= {name: tensor.nbytes for name, tensor in self.sketch.tensors().items()}
+            uncharged |= {name: tensor.nbytes for name, tensor in self.sketch.uncharged_tensors().items()}
+        host = {}
+        if self.host is not None:
+            host = {"host_keys": self.host.keys.nbytes, "host_values": self.host.values.nbytes}
+        return {"device": device, "device_uncharged": uncharged, "host": host}
+
+    def select(self, indices: Tensor) -> "SealedContext":
+        """The contexts of batch rows ``indices`` (copied), one per row."""
+        contexts = indices.to(self.device) // self.beams
+        chosen = object.__new__(SealedContext)
+        chosen.__dict__.update(self.__dict__)
+        chosen.beams, chosen.n_contexts = 1, len(contexts)
+        chosen.n_padding = self.n_padding[contexts]
+        chosen.full_bytes = self.full_bytes // self.n_contexts * len(contexts)
+        chosen.rows = self.rows.select(contexts, self.n_kv_heads)
+        if self.codes is not None:
+            chosen.codes = self.codes.unflatten(0, (-1, self.n_kv_heads))[contexts].flatten(0, 1)
+        if self.host is not None:
+            chosen.host = self.host.select(contexts)
+        if self.sketch is not None:
+            built_from_host = self.sketch.is_oracle
+            chosen.sketch = self.sketch.build(chosen.host.keys) if built_from_host else self.sketch.select(contexts)
+        return chosen
+
+    # --- attention --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def attend(
+        self, query: Tensor, tail_keys: Tensor, tail_values: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        """Attention of new queries over the sealed context and the tail.
+
+        Parameters
+        ----------
+        query : Tensor, shape (B, Hq, Tq, d)
+            The last Tq of the tail's tokens.
+        tail_keys, tail_values : Tensor, shape (B, Hkv, t, d)
+            Tokens since sealing, always exact.
+        mask : Tensor or None
+            What transformers made: (B or 1, 1, Tq, T + t), bool or additive; or (B, T + t) padding; or None (causal).
+        scaling : float
+            Factor of <k, q>.
+
+        Returns
+        -------
+        Tensor, shape (B, Hq, Tq, d), dtype of the query
+        """
+        rows = self._to_units(query)  # (N, beams, G * Tq, d), float32
+        tail_k, tail_v = self._tail_to_units(tail_keys), self._tail_to_units(tail_values)  # (N, beams, t, d)
+        tail_logits = rows @ tail_k.float().mT * scaling + self._tail_bias(mask, query, tail_keys.shape[2])
+
+        index, is_row = self.rows.padded_index()
+        resident_k, resident_v = self.rows.keys[index][:, None], self.rows.values[index][:, None]  # (N, 1, S, d)
+        resident_logits = rows @ resident_k.float().mT * scaling  # (N, beams, G * Tq, S)
+        log_weights = self._log_inverse_probs(index, is_row)[:, None, None]  # (N, 1, 1, S)
+
+        record = self._new_record(query)
+        extra = []
+        if self.fetch is not None:
+            tail_lse = torch.logsumexp(tail_logits, dim=-1)
+            chosen = self._plan(rows, resident_logits, tail_lse, is_row, scaling, record)
+            log_weights = chosen.log_weights.reshape(resident_logits.shape)
+            if len(chosen.units):
+                fetched_k, is_fetched = pad_rows(chosen.keys, chosen.units, self.n_units)
+                fetched_v, _ = pad_rows(chosen.values, chosen.units, self.n_units)
+                fetched_logits = rows @ fetched_k[:, None].float().mT * scaling
+                absent = torch.where(is_fetched, 0.0, -torch.inf)[:, None, None]
+                extra = [(fetched_logits + absent, fetched_v[:, None])]
+
+        parts = [(resident_logits + log_weights, resident_v), *extra, (tail_logits, tail_v)]
+        output, lse = weighted_attention(parts)
+        if self.audit:
+            self._audit(rows, tail_logits, tail_v, output, lse, scaling, record, query)
+        self.stats.record(record)
+        return self._from_units(output, query).to(query.dtype)
+
+    def _plan(
+        self,
+        rows: Tensor,
+        resident_logits: Tensor,
+        tail_lse: Tensor,
+        is_row: Tensor,
+        scaling: float,
+        record: LayerRecord,
+    ) -> "_Promotion":
+        """Algorithm 2 for all query rows; the union over a KV head's rows is read and exact for each of them."""
+        flat_rows = rows.flatten(1, 2)  # (N, R, d)
+        resident_logits, tail_lse = resident_logits.flatten(1, 2), tail_lse.flatten(1, 2)
+        n_rows = flat_rows.shape[1]
+        resident = (self.codes & RESIDENT_BIT) != 0  # (N, T)
+        levels = self.codes & LEVEL_MASK
+        residual = levels > 0
+        inclusion_probs = decode_inclusion_probs(levels)
+        units, positions = resident.nonzero(as_tuple=True)  # in the order of the resident rows
+
+        planning = self._planning_logits(
+            flat_rows, resident_logits, is_row, units, positions, residual, scaling, record
+        )
+
+        # Positions of the padded resident rows; slots that are no row point at token 0 and are masked by is_row.
+        slot_positions = torch.zeros_like(is_row, dtype=torch.long).masked_scatter(is_row, positions)
+        union = torch.zeros_like(residual)
+        log_weights, bounds = [], []
+        fetching, n_promoted = [], []
+        for chunk in row_chunks(self.n_units, n_rows, self.n_tokens):
+            decision = decide(planning[:, chunk], tail_lse[:, chunk], inclusion_probs, residual, self.fetch)
+            union |= decision.promoted.any(1)
+            where = slot_positions[:, None].expand(-1, decision.shrinkage.shape[1], -1)
+            log_weights.append(decision.shrinkage.gather(-1, where).log())
+            bounds.append(decision.error_bound)
+            n_promoted.append(decision.n_promoted)
+            fetching.append((decision.promoted & ~resident[:, None]).any(-1))
+
+        exact = union.gather(1, slot_positions) | ((levels == 0).gather(1, slot_positions))  # (N, S)
+        from_sample = torch.cat(log_weights, 1) - inclusion_probs.gather(1, slot_positions).log()[:, None]
+        log_weight = torch.where(exact[:, None], 0.0, from_sample)
+        log_weight = torch.where(is_row[:, None], log_weight, -torch.inf)
+
+        fetched_units, fetched_positions = (union & ~resident).nonzero(as_tuple=True)
+        record.fetched = len(fetched_units)
+        record.bytes_read += len(fetched_units) * self.host.row_bytes
+        self._record_decisions(record, fetching, n_promoted, bounds, (union & ~resident).any(-1))
+        return _Promotion(
+            log_weight,
+            fetched_units,
+            self.host.read_keys(fetched_units, fetched_positions, self.device),
+            self.host.read_values(fetched_units, fetched_positions, self.device),
+        )
+
+    def _planning_logits(
+        self,
+        rows: Tensor,
+        resident_logits: Tensor,
+        is_row: Tensor,
+        units: Tensor,
+        positions: Tensor,
+        residual: Tensor,
+        scaling: float,
+        record: LayerRecord,
+    ) -> Tensor:
+        """Logits to plan with, (N, R, T): the sketch's, exact where a rule blind to the draw allows it.
+
+        Those are tokens with r = 1 and shortlisted ones. Sampled residual tokens are resident, too, but their exact
+        weight would tell the plan which of them were drawn; ``paper=True`` does so all the same.
+        """
+        per_head = rows.unflatten(0, (self.n_contexts, self.n_kv_heads))
+        planning = self.sketch.logits(per_head).flatten(0, 1) * scaling
+        present = residual | ((self.codes & RESIDENT_BIT) != 0)
+        planning = planning.masked_fill(~present[:, None], -torch.inf)
+        if self.sketch.is_oracle:
+            return planning
+
+        by_token = planning.mT  # a view (N, T, R): rows of it are written token by token
+        known = resident_logits.mT[is_row]  # (M, R)
+        row_is_exact = torch.ones_like(units, dtype=torch.bool) if self.fetch.paper else ~residual[units, positions]
+        by_token[units[row_is_exact], positions[row_is_exact]] = known[row_is_exact]
+
+        candidates = residual.clone()
+        if self.fetch.paper:
+            candidates[units, positions] = False
+        chosen = shortlist(planning, candidates, self.fetch.shortlist)
+        row_is_chosen = chosen[units, positions]
+        by_token[units[row_is_chosen], positions[row_is_chosen]] = known[row_is_chosen]
+        chosen[units, positions] = False  # what is left is not resident and has to be read
+        read_units, read_positions = chosen.nonzero(as_tuple=True)
+        keys = self.host.read_keys(read_units, read_positions, self.device)
+        exact = torch.bmm(rows[read_units], keys.float()[..., None]).squeeze(-1) if len(keys) else keys.new_zeros(0, 1)
+        by_token[read_units, read_positions] = exact * scaling
+        record.shortlisted = len(read_units)
+        record.bytes_read += len(read_units) * self.host.key_row_bytes
+        return planning
+
+    def _log_inverse_probs(self, index: Tensor, is_row: Tensor) -> Tensor:
+        """Horvitz-Thompson log-weights -log r of the padded rows, (N, S), -inf where there is no row."""
+        levels = (self.rows.codes[index] & LEVEL_MASK).float() if len(self.rows.codes) else is_row.float()
+        return torch.where(is_row, levels * LOG_PER_LEVEL, -torch.inf)
+
+    def _tail_bias(self, mask: Tensor | None, query: Tensor, n_tail: int) -> Tensor:
+        """Additive mask of the tail for every row, (N, beams, G * Tq, t)."""
+        batch, n_heads, n_queries, _ = query.shape
+        causal = torch.ones(n_queries, n_tail, dtype=torch.bool, device=query.device).tril(n_tail - n_queries)
+        allowed = _allowed(mask, self.n_tokens + n_tail)
+        if allowed is None:
+            tail_allowed = causal
+        else:
+            self._check_context_mask(allowed[..., : self.n_tokens], batch, n_queries)
+            tail_allowed = allowed[..., self.n_tokens :]
+            if mask.dim() == 2:  # padding only: causality is ours
+                tail_allowed = tail_allowed & causal
+        bias = torch.where(tail_allowed, 0.0, -torch.inf).expand(batch, n_queries, n_tail)
+        group = n_heads // self.n_kv_heads
+        bias = bias.view(self.n_contexts, 1, self.beams, 1, n_queries, n_tail)
+        bias = bias.expand(-1, self.n_kv_heads, -1, group, -1, -1)
+        return bias.reshape(self.n_units, self.beams, group * n_queries, n_tail)
+
+    def _check_context_mask(self, context_allowed: Tensor, batch: int, n_queries: int) -> None:
+        """The sealed tokens are seen by every query, but for the left padding that the prefill's mask hid."""
+        is_token = (
+            torch.arange(self.n_tokens, device=self.device) >= self.n_padding.repeat_interleave(self.beams)[:, None]
+        )
+        shape = (batch, n_queries, self.n_tokens)
+        if not torch.equal(context_allowed.expand(shape), is_token[:, None].expand(shape)):
+            raise NotImplementedError(
+                "attention_mask hides sealed context tokens, or shows padding, differently from the prefill's mask; only "
+                "the left padding of the prefill may be hidden"
+            )
+
+    def _audit(
+        self,
+        rows: Tensor,
+        tail_logits: Tensor,
+        tail_values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        scaling: float,
+        record: LayerRecord,
+        query: Tensor,
+    ) -> None:
+        """Compare with exact attention over the host's copy: the denominator and the output of every decision."""
+        keys = self.host.keys.to(self.device).flatten(0, 1)[:, None]
+        values = self.host.values.to(self.device).flatten(0, 1)[:, None]
+        padding = (
+            torch.arange(self.n_tokens, device=self.device) < self.n_padding.repeat_interleave(self.n_kv_heads)[:, None]
+        )
+        logits = (rows @ keys.float().mT * scaling).masked_fill(padding[:, None, None], -torch.inf)
+        exact_output, exact_lse = weighted_attention([(logits, values), (tail_logits, tail_values)])
+        record.relative_error = self._per_decision((lse - exact_lse).expm1().abs(), query)
+        norm = exact_output.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        record.output_error = self._per_decision((output - exact_output).norm(dim=-1) / norm, query)
+
+    # --- statistics -------------------------------------------------------------------------------------------------
+
+    def _new_record(self, query: Tensor) -> LayerRecord:
+        batch, n_heads, n_queries, _ = query.shape
+        zeros = torch.zeros(n_heads, dtype=torch.int64)
+        return LayerRecord(
+            layer_idx=self.layer_idx,
+            n_queries=n_queries,
+            decisions=torch.full((n_heads,), batch * n_queries, dtype=torch.int64),
+            fetching=zeros,
+            kv_fetching=torch.zeros(self.n_kv_heads, dtype=torch.int64),
+            n_contexts=self.n_contexts,
+            promoted=zeros.clone(),
+        )
+
+    def _record_decisions(
+        self,
+        record: LayerRecord,
+        fetching: list[Tensor],
+        n_promoted: list[Tensor],
+        bounds: list[Tensor],
+        unit_fetches: Tensor,
+    ) -> None:
+        n_heads = len(record.decisions)
+
+        def per_head(rows: list[Tensor]) -> Tensor:  # (N, R) summed to (Hq,)
+            spread = torch.cat(rows, 1).unflatten(1, (self.beams, n_heads // self.n_kv_heads, -1))
+            return spread.unflatten(0, (-1, self.n_kv_heads)).sum((0, 2, 4)).flatten().cpu()
+
+        record.fetching = per_head(fetching)
+        record.promoted = per_head(n_promoted)
+        record.kv_fetching = unit_fetches.unflatten(0, (-1, self.n_kv_heads)).sum(0).cpu()
+        if self.stats.record_bounds:
+            bound = torch.cat(bounds, 1).unflatten(1, (self.beams, -1))
+            record.error_bound = self._spread(bound, n_heads, record.n_queries).cpu()
+
+    def _per_decision(self, values: Tensor, query: Tensor) -> Tensor:
+        return self._spread(values, query.shape[1], query.shape[2]).cpu()
+
+    # --- layouts ----------------------------------------------------------------------------------------------------
+
+    def _to_units(self, query: Tensor) -> Tensor:
+        """(B, Hq, Tq, d) -> (N, beams, G * Tq, d): all rows that share a KV head together."""
+        batch, n_heads, n_queries, head_dim = query.shape
+        if batch != self.n_contexts * self.beams:
+            raise ValueError(
+                f"query has a batch of {batch}, but {self.n_contexts} contexts were sealed for {self.beams} row(s) each"
+            )
+        split = query.float().view(self.n_contexts, self.beams, self.n_kv_heads, -1, n_queries, head_dim)
+        return split.transpose(1, 2).reshape(self.n_units, self.beams, -1, head_dim)
+
+    def _tail_to_units(self, tail: Tensor) -> Tensor:
+        """(B, Hkv, t, d) -> (N, beams, t, d)."""
+        split = tail.unflatten(0, (self.n_contexts, self.beams))
+        return split.transpose(1, 2).flatten(0, 1)
+
+    def _from_units(self, output: Tensor, query: Tensor) -> Tensor:
+        """(N, beams, G * Tq, d) -> (B, Hq, Tq, d)."""
+        n_heads, n_queries = query.shape[1], query.shape[2]
+        split = output.view(self.n_contexts, self.n_kv_heads, self.beams, -1, n_queries, output.shape[-1])
+        return split.transpose(1, 2).reshape(-1, n_heads, n_queries, output.shape[-1])
+
+    def _spread(self, values: Tensor, n_heads: int, n_queries: int) -> Tensor:
+        """(N, beams, G * Tq) -> (B, Hq, Tq)."""
+        split = values.reshape(self.n_contexts, self.n_kv_heads, self.beams, -1, n_queries)
+        return split.transpose(1, 2).reshape(-1, n_heads, n_queries)
+
+
+@dataclass(frozen=True)
+class _Promotion:
+    """Log-weights of the resident rows (N, R, S), and the rows that were read: unit of each, key, value."""
+
+    log_weights: Tensor
+    units: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def _allowed(mask: Tensor | None, n_total: int) -> Tensor | None:
+    """Which tokens each query may see, (B or 1, Tq or 1, T + t) bool, from any mask transformers makes."""
+    if mask is None:
+        return None
+    if mask.dim() == 2:
+        mask = mask[:, None]
+    elif mask.dim() == 4 and mask.shape[1] == 1:
+        mask = mask[:, 0]
+    else:
+        raise NotImplementedError(f"attention_mask of shape {tuple(mask.shape)} is not supported after sealing")
+    if mask.shape[-1] < n_total:
+        raise ValueError(
+            f"attention_mask covers {mask.shape[-1]} tokens, but context and new tokens are {n_total}; pass the mask of the "
+            f"whole sequence"
+        )
+    mask = mask[..., :n_total]
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.is_floating_point():
+        return mask > torch.finfo(mask.dtype).min / 2
+    return mask != 0

@@ -1,0 +1,13 @@
+"""KVPress-compatible presses. Importing this package imports kvpress, which patches transformers' attention functions."""
+
+try:
+    import kvpress  # noqa: F401
+except ImportError as error:
+    raise ImportError("VerKV's presses need KVPress: pip install 'verkv[kvpress]'") from error
+
+from verkv.presses.fastkvzip_press import FastKVzipPress
+from verkv.presses.kvzip_press import KVzipPress
+from verkv.presses.poissoncomp_press import PoissonCompPress
+from verkv.presses.verkv_press import VerKVPress
+
+__all__ = ["FastKVzipPress", "KVzipPress", "PoissonCompPress", "VerKVPress"]

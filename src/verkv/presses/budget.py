@@ -1,0 +1,127 @@
+"""From a memory budget in bytes to an expected number of tokens, every charged part counted."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verkv.sketches import Sketch
+
+OFFSET_BYTES = 8  # one int64 per KV head and one more per layer, see ResidentRows
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """Shape of one layer's cache.
+
+    Attributes
+    ----------
+    n_units : int
+        KV heads times contexts.
+    key_dim, value_dim : int
+        Channels of a key and of a value.
+    element_size : int
+        Bytes of one element.
+    """
+
+    n_units: int
+    key_dim: int
+    value_dim: int
+    element_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Key and value of one token of one KV head."""
+        return (self.key_dim + self.value_dim) * self.element_size
+
+
+def token_budget(
+    n_tokens: Tensor,
+    n_protected: Tensor,
+    compression_ratio: float,
+    geometry: LayerGeometry,
+    sketch: Sketch | None,
+    token_codes: bool,
+    floor: float,
+) -> Tensor:
+    """Expected number of tokens per KV head that the budget pays for.
+
+    The budget is (1 - compression_ratio) of the full cache in its own dtype. Charged are, per KV head: the sketch, one
+    byte of r per token where the plan needs it, the row offsets, and per kept token its key, its value and its own byte.
+
+    Parameters
+    ----------
+    n_tokens, n_protected : Tensor, shape (C,), int64
+        Real tokens of each context, and how many of them are always kept.
+    compression_ratio : float in [0, 1)
+    geometry : LayerGeometry
+    sketch : Sketch or None
+    token_codes : bool
+        Whether r of every token is kept on the device.
+    floor : float
+        Smallest r of a token that is not protected.
+
+    Returns
+    -------
+    Tensor, shape (C,), float64
+        All tokens where every token is protected anyway.
+
+    Raises
+    ------
+    ValueError
+        If the parts that do not depend on the sample exceed the budget: names them and the largest ratio that works.
+    """
+    tokens = n_tokens.double()
+    sketch_bytes = torch.tensor(
+        [sketch.charged_bytes(int(n), geometry.key_dim) if sketch else 0 for n in n_tokens],
+        dtype=torch.float64,
+        device=n_tokens.device,
+    )
+    code_bytes = tokens if token_codes else torch.zeros_like(tokens)
+    offset_bytes = OFFSET_BYTES * (geometry.n_units + 1) / geometry.n_units
+    row_bytes = geometry.token_bytes + 1
+    full_bytes = tokens * geometry.token_bytes
+
+    fixed_bytes = sketch_bytes + code_bytes + offset_bytes
+    least_rows = n_protected + floor * (tokens - n_protected)
+    least_bytes = fixed_bytes + least_rows * row_bytes
+    allowed_bytes = (1.0 - compression_ratio) * full_bytes
+    all_protected = n_protected == n_tokens
+
+    short = (allowed_bytes < least_bytes) & ~all_protected
+    if bool(short.any()):
+        i = int((least_bytes - allowed_bytes).masked_fill(~short, -torch.inf).argmax())
+        share = lambda part: f"{100 * float(part) / float(full_bytes[i]):.2f} %"  # noqa: E731
+        largest = 1.0 - float(least_bytes[i] / full_bytes[i])
+        remedy = (
+            f"use compression_ratio <= {_round_down(largest)}"
+            if largest > 0
+            else "leave such a short context uncompressed"
+        )
+        raise ValueError(
+            f"compression_ratio={compression_ratio:g} leaves {share(allowed_bytes[i])} of the cache of {int(n_tokens[i])} "
+            f"tokens, but the fixed parts need {share(least_bytes[i])}: {int(n_protected[i])} protected tokens (n_sink, "
+            f"n_local, template prefix) {share(n_protected[i] * row_bytes)}, sketch {share(sketch_bytes[i])}, inclusion "
+            f"probabilities {share(code_bytes[i])}, row offsets {share(offset_bytes)}, smallest sample "
+            f"{share((least_rows[i] - n_protected[i]) * row_bytes)}; {remedy}, or fewer protected tokens"
+        )
+    budget = ((allowed_bytes - fixed_bytes) / row_bytes).clamp(max=tokens)
+    return torch.where(all_protected, tokens, budget)
+
+
+def check_compression_ratio(value: float) -> float:
+    """The ratio, or a ValueError that explains what it means."""
+    hint = "it is the fraction of the cache that is removed, as in KVPress: 16x is 0.9375, 8x is 0.875"
+    try:
+        ratio = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"compression_ratio must be a number in [0, 1), got {value!r}; {hint}") from None
+    if not 0.0 <= ratio < 1.0:
+        factor = f" (for {value:g}x pass {1 - 1 / ratio:g})" if ratio > 1.0 else ""
+        raise ValueError(f"compression_ratio must be in [0, 1), got {value!r}; {hint}{factor}")
+    return ratio
+
+
+def _round_down(ratio: float) -> float:
+    """Four decimals, so that the ratio named in the message does work."""
+    return int(ratio * 1e4) / 1e4

@@ -1,0 +1,88 @@
+"""Deterministic eviction of the lowest scores: the baselines' way, as inclusion probabilities of 0 and 1."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verkv.context import SealPlan
+from verkv.presses.budget import LayerGeometry, token_budget
+from verkv.presses.scores import Scores
+from verkv.presses.sealing_press import BUDGET_SCOPES, Prompt, SealingPress
+from verkv.tiers import RESIDENT_BIT
+
+
+@dataclass
+class EvictionPress(SealingPress):
+    """Keep the tokens with the highest scores and drop the others for good.
+
+    Memory is really saved: evicted rows are neither on the device nor on the host (unless ``audit`` needs the host).
+
+    Parameters
+    ----------
+    compression_ratio : float in [0, 1)
+        Fraction of the cache that is removed: 16x is 0.9375.
+    budget_scope : {"model", "layer", "head"}
+        Which tokens compete: those of the whole model, of a layer, or of a KV head.
+    n_sink : int
+        Leading tokens that are always kept.
+    audit : bool
+        Compare every decision with exact attention over the host's copy.
+    """
+
+    compression_ratio: float = 0.0
+    budget_scope: str = "model"
+    n_sink: int = 4
+    audit: bool = False
+
+    def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
+        return self.n_sink, 0  # the methods' own rule; a template's prefix is evicted if its scores are low
+
+    def _plans(
+        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
+    ) -> tuple[dict[int, SealPlan], list[str]]:
+        check_budget_scope(self.budget_scope)
+        budget = token_budget(
+            prompt.lengths, prompt.n_protected, self.compression_ratio, geometry, None, token_codes=False, floor=0.0
+        )
+        layers = sorted(scores)
+        stacked = torch.stack([scores[i].to(scores[layers[0]].device) for i in layers], dim=1)  # (C, L, H, T)
+        kept = top_tokens(stacked, budget, prompt.protected, prompt.is_token, BUDGET_SCOPES[self.budget_scope])
+        codes = kept.to(torch.uint8) * RESIDENT_BIT
+        plans = {
+            i: SealPlan(codes[:, j], prompt.n_padding, keep_host=False, audit=self.audit, beams=prompt.beams)
+            for j, i in enumerate(layers)
+        }
+        return plans, ["evicted tokens are gone: neither on the device nor on the host"] if not self.audit else []
+
+
+def top_tokens(scores: Tensor, budget: Tensor, protected: Tensor, is_token: Tensor, shared_dims: int) -> Tensor:
+    """The highest-scored tokens within a budget, protected ones first.
+
+    Parameters
+    ----------
+    scores : Tensor, shape (C, L, H, T)
+    budget : Tensor, shape (C,)
+        Tokens per KV head; those of the ``shared_dims`` trailing axes are added up and rounded down.
+    protected, is_token : Tensor, shape (C, T), bool
+    shared_dims : int
+
+    Returns
+    -------
+    Tensor, shape (C, L, H, T), bool
+    """
+    spread = lambda mask: mask[:, None, None].expand_as(scores)  # noqa: E731
+    ranked = scores.masked_fill(spread(protected), torch.inf).masked_fill(~spread(is_token), -torch.inf)
+    n_groups = scores.dim() - shared_dims
+    flat = ranked.flatten(n_groups)
+    n_heads = scores.shape[n_groups:-1].numel()
+    n_kept = (budget * n_heads).floor().long().view(-1, *[1] * (n_groups - 1)).expand(flat.shape[:-1])
+    order = flat.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter(-1, order, torch.arange(flat.shape[-1], device=flat.device).expand_as(order))
+    return (rank < n_kept[..., None]).reshape(scores.shape) & spread(is_token)
+
+
+def check_budget_scope(scope: str) -> None:
+    """Raise ValueError unless the scope is one of the three."""
+    if scope not in BUDGET_SCOPES:
+        raise ValueError(f"budget_scope must be one of {sorted(BUDGET_SCOPES)}, got {scope!r}")

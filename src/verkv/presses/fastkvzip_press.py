@@ -1,0 +1,169 @@
+"""Fast KVzip scores: a small trained gate per layer reads the hidden states (arXiv:2601.17668)."""
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from kvpress import FastKVzipPress as KVPressFastKVzip
+from kvpress.presses.fastkvzip_press import FastKVzipGate
+from torch import Tensor, nn
+
+from verkv.presses.eviction_press import EvictionPress
+
+HUB_REPOSITORY = "Jang-Hyun/Fast-KVzip"
+WINDOW_SHARE = 0.02  # Fast KVzip keeps the last 2 % of the context, or LONG_WINDOW tokens of a long one
+LONG_CONTEXT, LONG_WINDOW = 32_000, 4096
+
+
+@dataclass
+class FastKVzipPress(EvictionPress):
+    """Fast KVzip's importance scores; used alone, its eviction of the lowest-scored tokens.
+
+    Gates are trained per model. They come from a file in the format of the authors' repository, or from that repository on
+    the hub by the model's name. Files are read with ``weights_only``: no code is run.
+
+    Parameters
+    ----------
+    compression_ratio, budget_scope, n_sink, audit
+        As in :class:`~verkv.presses.eviction_press.EvictionPress`.
+    gates : path, list of torch.nn.Module, or None
+        A ``.pt`` file, gates per layer, or None for the hub.
+    n_local : int, optional
+        Trailing tokens always kept when used alone. By default Fast KVzip's own rule: 2 % of the context, 4,096 tokens from
+        32,000 on (which is more than a whole 32x budget there).
+
+    References
+    ----------
+    Kim et al., "Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction", arXiv:2601.17668.
+    """
+
+    gates: object = field(default=None, repr=False)
+    n_local: int | None = None
+
+    def source(self) -> "GateSource":
+        """A fresh gate scorer."""
+        return GateSource(self.gates)
+
+    def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
+        n_local = self.n_local
+        if n_local is None:
+            n_local = LONG_WINDOW if n_tokens >= LONG_CONTEXT else max(1, int(n_tokens * WINDOW_SHARE))
+        return self.n_sink, n_local
+
+
+@dataclass
+class GateSource:
+    """Scores by trained gates; see :class:`FastKVzipPress`."""
+
+    gates: object = None
+    kvpress_press: KVPressFastKVzip | None = None
+
+    name = "FastKVzip"
+    prefix_length = 0
+
+    @classmethod
+    def from_kvpress(cls, press: KVPressFastKVzip) -> "GateSource":
+        """The gates of KVPress' press, loaded its way."""
+        return cls(gates=press.gates, kvpress_press=copy.copy(press))
+
+    def prepare(self, model) -> None:
+        """Load the gates.
+
+        Raises
+        ------
+        ValueError
+            If the model has no gates, or they do not fit it.
+        """
+        if self.gates is None and self.kvpress_press is not None:
+            self.kvpress_press.post_init_from_model(model)
+            self.gates = self.kvpress_press.gates
+        if self.gates is None:
+            self.gates = download_gates(model.config)
+        if isinstance(self.gates, (str, Path)):
+            self.gates = load_gates(self.gates)
+        n_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        if len(self.gates) != n_layers:
+            raise ValueError(
+                f"gates are for {len(self.gates)} layers, the model has {n_layers}; pass the model's own gates"
+            )
+
+    def on_attention(self, module: nn.Module, kwargs: dict, output, layer) -> Tensor:
+        """The gate's score of every token of one layer, (B, Hkv, T). Gates read one row at a time."""
+        hidden = kwargs["hidden_states"]
+        gate = self.gates[module.layer_idx].to(hidden.device)
+        dtype = next(gate.parameters()).dtype
+        scores = torch.cat([gate(row[None].to(dtype)) for row in hidden])
+        if scores.shape[1] != layer.keys.shape[1]:
+            raise ValueError(
+                f"gates score {scores.shape[1]} KV heads, layer {module.layer_idx} has {layer.keys.shape[1]}; pass the model's "
+                f"own gates"
+            )
+        return scores
+
+    def after_prefill(self, model, cache, input_ids, attention_mask) -> None:
+        """Nothing is left to do."""
+        return None
+
+
+def load_gates(path: str | Path) -> list[nn.Module]:
+    """Gates of every layer from a file of the authors' format: ``{"module": [state dict per layer]}``.
+
+    Raises
+    ------
+    ValueError
+        If the file is missing or holds something else.
+    """
+    import numpy as np
+
+    if not Path(path).is_file():
+        raise ValueError(f"gates={str(path)!r} is not a file")
+    # The authors' files hold numpy scalars beside the tensors; these types, and no others, may be unpickled.
+    harmless = [(np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"), np.ndarray, np.dtype]
+    harmless += [np.dtypes.Float64DType, np.dtypes.Float32DType]
+    try:
+        with torch.serialization.safe_globals(harmless):
+            states = torch.load(path, weights_only=True, map_location="cpu")["module"]
+        return [_gate(i, state) for i, state in enumerate(states)]
+    except Exception as error:
+        raise ValueError(f"gates={str(path)!r} does not hold Fast KVzip gates ({error})") from error
+
+
+def download_gates(config) -> list[nn.Module]:
+    """Gates of a model from the authors' repository on the hub.
+
+    Raises
+    ------
+    ValueError
+        If the repository has none for the model, or cannot be reached.
+    """
+    from huggingface_hub import hf_hub_download
+
+    text = config.get_text_config(decoder=True)
+    group = text.num_attention_heads // text.num_key_value_heads
+    filename = f"{config.name_or_path.rstrip('/').split('/')[-1].lower()}/q{group}_dim16_sink16.pt"
+    try:
+        path = hf_hub_download(repo_id=HUB_REPOSITORY, filename=filename, repo_type="model")
+    except Exception as error:
+        raise ValueError(
+            f"no Fast KVzip gates for {config.name_or_path!r}: {HUB_REPOSITORY} has no {filename}, or cannot be reached; pass "
+            f"FastKVzipPress(gates=FILE), or use KVzipPress(), which needs no training"
+        ) from error
+    return load_gates(path)
+
+
+def _gate(index: int, state: dict[str, Tensor]) -> nn.Module:
+    """One gate, its sizes read from its weights."""
+    output_dim = state["q_norm.weight"].shape[-1]
+    n_heads = state["k_proj.weight"].shape[0] // output_dim
+    gate = FastKVzipGate(
+        index=index,
+        input_dim=state["q_proj.weight"].shape[1],
+        nhead=n_heads,
+        ngroup=state["q_proj.weight"].shape[0] // (n_heads * output_dim),
+        dtype=state["q_proj.weight"].dtype,
+        output_dim=output_dim,
+        sink=state["k_base"].shape[2] if "k_base" in state else 0,
+    )
+    gate.load_state_dict(state)
+    return gate.eval()

@@ -1,0 +1,193 @@
+"""KVzip scores: the largest attention a token receives while the model repeats its context (arXiv:2505.23416)."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from verkv.attention import observe_attention
+from verkv.cache import layer_kinds
+from verkv.presses.eviction_press import EvictionPress
+from verkv.presses.scores import Scores
+
+FIRST_PROMPT = "\n\nRepeat the previous context exactly."
+NEXT_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
+N_CUE_TOKENS = 8  # of the previous chunk, appended to NEXT_PROMPT
+ROWS_AT_ONCE = 64  # query rows of a replay whose logits are formed together: they stay in a CPU's cache
+
+
+@dataclass
+class KVzipPress(EvictionPress):
+    """KVzip's importance scores; used alone, its eviction of the lowest-scored tokens.
+
+    The prompt is replayed in chunks on top of its own cache, so scoring costs about twice the prefill. Scores are taken
+    where attention is computed, after norm, RoPE and query scaling, so they work for every architecture and batch size;
+    in float32 they equal those of KVPress' ``KVzipPress``.
+
+    Parameters
+    ----------
+    compression_ratio, budget_scope, n_sink, audit
+        As in :class:`~verkv.presses.eviction_press.EvictionPress`. Without effect on the scores that
+        ``PoissonCompPress`` and ``VerKVPress`` take from this press, but for ``n_sink``.
+    chunk_size : int
+        Context tokens repeated by each replay.
+    tokenizer : PreTrainedTokenizerBase, optional
+        Of the model; loaded by the model's name if not given.
+
+    References
+    ----------
+    Kim et al., "KVzip: Query-agnostic KV Cache Compression with Context Reconstruction", arXiv:2505.23416.
+    """
+
+    chunk_size: int = 2048
+    tokenizer: object = field(default=None, repr=False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+
+    def source(self) -> "ReplaySource":
+        """A fresh replay scorer."""
+        return ReplaySource(self.n_sink, self.chunk_size, self.tokenizer)
+
+
+@dataclass
+class ReplaySource:
+    """Scores by replay; see :class:`KVzipPress`."""
+
+    n_sink: int = 4
+    chunk_size: int = 2048
+    tokenizer: object = None
+
+    name = "KVzip"
+    on_attention = None
+    prefix_length = 0
+
+    def prepare(self, model) -> None:
+        """Tokenise the chat template's two halves.
+
+        Raises
+        ------
+        ValueError
+            If there is no tokenizer for the model.
+        """
+        tokenizer = self.tokenizer or _load_tokenizer(model)
+        prefix, suffix = _template_halves(tokenizer)
+        self._encode = lambda text: tokenizer.encode(text, return_tensors="pt", add_special_tokens=False)
+        self.prefix_length = self._encode(prefix).shape[1] if prefix else 0
+        self._suffix = self._encode(suffix)
+
+    def after_prefill(self, model, cache, input_ids: Tensor | None, attention_mask: Tensor | None) -> Scores:
+        """Replay the context chunk by chunk and take the largest attention each token receives.
+
+        Raises
+        ------
+        ValueError
+            If the prompt was given as embeddings: there is nothing to repeat.
+        """
+        if input_ids is None:
+            raise ValueError("KVzip repeats the prompt and needs input_ids; inputs_embeds alone cannot be scored")
+        n_tokens = input_ids.shape[1]
+        prefix = min(self.prefix_length, n_tokens)
+        kinds = layer_kinds(model.config)
+        recorder = _ReplayRecorder(n_tokens, self.n_sink, {i for i, k in enumerate(kinds) if k == "full_attention"})
+        backbone = getattr(model, "model", None) or model.base_model
+        previous = None
+        with observe_attention(recorder.observe):
+            for start in range(prefix, n_tokens, self.chunk_size):
+                chunk = input_ids[:, start : start + self.chunk_size]
+                recorder.chunk = slice(start, start + chunk.shape[1])
+                replay = torch.cat([self._prompt(previous, input_ids), chunk], dim=1)
+                _replay(backbone, cache, replay, n_tokens, attention_mask)
+                previous = chunk
+        return recorder.scores
+
+    def _prompt(self, previous: Tensor | None, input_ids: Tensor) -> Tensor:
+        """The request to repeat, ending where the answer starts, (B, P)."""
+        request = self._encode(FIRST_PROMPT if previous is None else NEXT_PROMPT)
+        batch = len(input_ids)
+        repeat = lambda ids: ids.to(input_ids).expand(batch, -1)  # noqa: E731
+        cue = [] if previous is None else [previous[:, -N_CUE_TOKENS:]]
+        return torch.cat([repeat(request), *cue, repeat(self._suffix)], dim=1)
+
+
+class _ReplayRecorder:
+    """Observes the attention of a replay and keeps, per context token, the largest weight any query row gives it."""
+
+    def __init__(self, n_tokens: int, n_sink: int, layers: set[int]):
+        self.n_tokens, self.n_sink, self.layers = n_tokens, n_sink, layers
+        self.scores: Scores = {}
+        self.chunk = slice(0, 0)
+
+    def observe(self, module: nn.Module, query: Tensor, key: Tensor, scaling: float) -> None:
+        """Softmax over sinks, the chunk and the replay itself; the maximum over query heads and rows is the score."""
+        if module.layer_idx not in self.layers:
+            return
+        batch, n_heads, n_replayed, head_dim = query.shape
+        n_kv_heads, start, stop = key.shape[1], self.chunk.start, self.chunk.stop
+        n_sink = min(self.n_sink, start)
+        context = torch.cat([key[:, :, :n_sink], key[:, :, start:stop]], dim=2)
+        keys = torch.cat([context, key[:, :, -n_replayed:]], dim=2).unsqueeze(2).float()
+        rows = query.view(batch, n_kv_heads, -1, n_replayed, head_dim).float()
+        best = rows.new_full((batch, n_kv_heads, stop - start), -torch.inf)
+        for first in range(0, n_replayed, ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, n_replayed)
+            n_visible = context.shape[2] + last  # causal: replayed tokens behind the block are not seen by it
+            logits = rows[..., first:last, :] @ keys[..., :n_visible, :].mT * scaling  # (B, Hkv, G, rows, visible)
+            future = torch.ones(last - first, last - first, dtype=torch.bool, device=logits.device).triu(1)
+            logits[..., first - last :].masked_fill_(future, -torch.inf)
+            received = logits[..., n_sink : n_sink + stop - start] - logits.logsumexp(-1, keepdim=True)
+            best = torch.maximum(best, received.amax((2, 3)))
+        if module.layer_idx not in self.scores:
+            self.scores[module.layer_idx] = best.new_zeros(batch, n_kv_heads, self.n_tokens)
+        self.scores[module.layer_idx][..., self.chunk] = best.exp()
+
+
+def _replay(backbone: nn.Module, cache, replay: Tensor, n_tokens: int, attention_mask: Tensor | None) -> None:
+    """Run the replay on top of the cache, then take its tokens out again, also if it fails."""
+    kwargs = {}
+    if attention_mask is not None:
+        mask = torch.cat([attention_mask, attention_mask.new_ones(replay.shape)], dim=1)
+        kwargs = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1)[:, n_tokens:]}
+    before = [_layer_state(layer) for layer in cache.layers]
+    try:
+        backbone(input_ids=replay, past_key_values=cache, use_cache=True, **kwargs)
+    finally:
+        for layer, state in zip(cache.layers, before, strict=True):
+            layer.keys, layer.values = state[0], state[1]
+            if state[2] is not None:
+                layer.cumulative_length = state[2]
+
+
+def _layer_state(layer) -> tuple[Tensor, Tensor, int | None]:
+    """References are enough: transformers' layers append by concatenation, never in place."""
+    return layer.keys, layer.values, getattr(layer, "cumulative_length", None)
+
+
+def _template_halves(tokenizer) -> tuple[str, str]:
+    """What the chat template puts before and after a user's message."""
+    if tokenizer.chat_template is None:
+        return "", "\n"
+    # A separator that no template contains marks where the message ends. The newline keeps the tokens before it apart.
+    message, separator = "dummy context", "\n" + "#" * 13
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message + separator}],
+        add_generation_prompt=True,
+        tokenize=False,
+        enable_thinking=False,
+    )
+    before, suffix = text.split(separator)
+    return before.split(message)[0], suffix
+
+
+def _load_tokenizer(model):
+    from transformers import AutoTokenizer
+
+    name = model.config.name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ValueError(
+            f"KVzip needs the model's tokenizer and found none at {name!r}; pass KVzipPress(tokenizer=...)"
+        ) from error

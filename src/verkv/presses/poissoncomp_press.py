@@ -1,0 +1,171 @@
+"""PoissonComp: keep a Poisson sample of the tokens, drawn with probabilities from importance scores (Algorithm 1)."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verkv.context import SealPlan
+from verkv.estimators.sampling import (
+    MIN_INCLUSION_PROB,
+    defensive_mixture,
+    inclusion_probabilities,
+    poisson_sample,
+    quantize_inclusion_probs,
+)
+from verkv.kvfetch import FetchConfig
+from verkv.presses.budget import LayerGeometry, token_budget
+from verkv.presses.eviction_press import check_budget_scope
+from verkv.presses.scores import Scores, ScoreSource, resolve_source
+from verkv.presses.sealing_press import BUDGET_SCOPES, Prompt, SealingPress
+from verkv.sketches import Sketch
+from verkv.tiers import RESIDENT_BIT
+
+
+@dataclass
+class PoissonCompPress(SealingPress):
+    """Keep a Poisson sample of the prompt's tokens and attend to it with Horvitz-Thompson weights, Algorithm 1 of [1]_.
+
+    A token is kept with probability r = min(1, c tau) and then weighs 1 / r, so the softmax denominator and numerator are
+    unbiased. Nothing is fetched: what was not sampled is gone.
+
+    Parameters
+    ----------
+    press : object
+        Where the scores tau come from: ``KVzipPress()``, ``FastKVzipPress()`` (VerKV's or KVPress'), any KVPress
+        ``ScorerPress``, or ``AdaKVPress`` around one. It is not changed.
+    compression_ratio : float in [0, 1), optional
+        Fraction of the cache that is removed, all parts counted: 16x is 0.9375. Taken from ``press`` if not given.
+    n_sink, n_local : int
+        Leading and trailing context tokens that are always kept (with the chat template's prefix, for KVzip).
+    alpha : float in [0, 1]
+        Defensive mixture of the scores with their mean; 0 is the paper.
+    budget_scope : {"head", "layer", "model"}, optional
+        Whose tokens share a budget. Default "head", "layer" for AdaKV.
+    seed : int or None
+        Of the draw; None for a fresh one each time.
+    audit : bool
+        Keep the full context on the host and compare every decision with exact attention.
+
+    References
+    ----------
+    .. [1] Jha et al., "Verify Before You Fetch", arXiv:2611.11319v1.
+
+    Examples
+    --------
+    >>> press = PoissonCompPress(KVzipPress(), compression_ratio=0.9375)  # doctest: +SKIP
+    >>> pipe(context, question=question, press=press)["answer"]  # doctest: +SKIP
+    """
+
+    press: object = None
+    compression_ratio: float | None = None
+    n_sink: int = 64
+    n_local: int = 64
+    alpha: float = 0.0
+    budget_scope: str | None = None
+    seed: int | None = 0
+    audit: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        resolve_source(self.press)  # refuses what gives no scores, now rather than after a prefill
+        self._check_options()
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "compression_ratio" and value is None:
+            value = getattr(self.press, "compression_ratio", 0.0)
+        super().__setattr__(name, value)
+
+    def source(self) -> ScoreSource:
+        """The score source of ``press``."""
+        return resolve_source(copy.copy(self.press))[0]
+
+    def _check_options(self) -> None:
+        for name in ("n_sink", "n_local"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not 0.0 <= self.alpha <= 1.0:
+            raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
+        check_budget_scope(self._scope())
+
+    def _scope(self) -> str:
+        return self.budget_scope if self.budget_scope is not None else resolve_source(self.press)[1]
+
+    def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
+        return max(self.n_sink, prefix_length), self.n_local
+
+    # --- what VerKVPress changes ------------------------------------------------------------------------------------
+
+    def _fetch_config(self) -> FetchConfig | None:
+        return None
+
+    def _sketch(self, model) -> Sketch | None:
+        return None
+
+    # --- planning ---------------------------------------------------------------------------------------------------
+
+    def _plans(
+        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
+    ) -> tuple[dict[int, SealPlan], list[str]]:
+        self._check_options()
+        fetch, sketch = self._fetch_config(), self._sketch(model)
+        budget = token_budget(
+            prompt.lengths,
+            prompt.n_protected,
+            self.compression_ratio,
+            geometry,
+            sketch,
+            token_codes=fetch is not None,
+            floor=MIN_INCLUSION_PROB,
+        )
+        generator = torch.Generator()  # on the CPU: the same sample on every device
+        generator.seed() if self.seed is None else generator.manual_seed(self.seed)
+        plans, expected, variance = {}, 0.0, 0.0
+        for layers in self._budget_groups(sorted(scores)):
+            stacked = torch.stack([scores[i].to(scores[layers[0]].device) for i in layers], dim=1)  # (C, L, H, T)
+            codes, r = self._draw(stacked, budget.to(stacked.device), prompt, generator)
+            expected, variance = expected + float(r.sum()), variance + float((r * (1 - r)).sum())
+            for j, i in enumerate(layers):
+                plans[i] = SealPlan(
+                    codes[:, j],
+                    prompt.n_padding,
+                    fetch=fetch,
+                    sketch=sketch,
+                    keep_host=fetch is not None,
+                    audit=self.audit,
+                    beams=prompt.beams,
+                )
+        return plans, self._notes(expected, variance, sketch)
+
+    def _budget_groups(self, layers: list[int]) -> list[list[int]]:
+        """Layers that are solved together: all of them share a budget per model, otherwise one by one to save memory."""
+        return [layers] if self._scope() == "model" else [[i] for i in layers]
+
+    def _draw(
+        self, scores: Tensor, budget: Tensor, prompt: Prompt, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and inclusion probabilities (C, L, H, T) of a group of layers."""
+        shared_dims = BUDGET_SCOPES[self._scope()]
+        n_groups = scores.dim() - shared_dims
+        n_heads = scores.shape[n_groups:-1].numel()
+        protected = prompt.protected.to(scores.device)[:, None, None]
+        absent = ~prompt.is_token.to(scores.device)[:, None, None]
+        tau = defensive_mixture(scores, self.alpha, eligible=~(protected | absent))
+        r = inclusion_probabilities(
+            tau.double(),
+            (budget * n_heads).view(-1, *[1] * (n_groups - 1)).expand(scores.shape[:n_groups]),
+            certain=protected,
+            absent=absent,
+            floor=MIN_INCLUSION_PROB,
+            shared_dims=shared_dims,
+        )
+        levels, r = quantize_inclusion_probs(r, absent=absent, shared_dims=shared_dims)
+        sampled = poisson_sample(r, generator)
+        return levels | (sampled.to(torch.uint8) * RESIDENT_BIT), r
+
+    def _notes(self, expected: float, variance: float, sketch: Sketch | None) -> list[str]:
+        return [
+            f"the sample's size varies with the draw: {expected:.0f} rows expected over all heads, standard deviation "
+            f"{variance**0.5:.0f}"
+        ]

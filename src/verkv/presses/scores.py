@@ -1,0 +1,137 @@
+"""Where importance scores come from: KVzip's replay, Fast KVzip's gates, or the score of any KVPress scorer."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from kvpress import AdaKVPress, ScorerPress
+from kvpress import FastKVzipPress as KVPressFastKVzip
+from kvpress import KVzipPress as KVPressKVzip
+from torch import Tensor, nn
+
+Scores = dict[int, Tensor]  # by layer, (B, Hkv, T)
+
+
+class ScoreSource(Protocol):
+    """Scores the tokens of a context that has just been prefilled.
+
+    Attributes
+    ----------
+    name : str
+        For statistics.
+    prefix_length : int
+        Leading tokens that the scores say nothing about (a chat template's prefix) and that must be kept.
+    on_attention : callable or None
+        Forward hook ``(module, kwargs, output, layer)`` of every full-attention module during prefill; returns that layer's
+        scores (B, Hkv, T).
+    """
+
+    name: str
+    prefix_length: int
+    on_attention: Callable | None
+
+    def prepare(self, model) -> None:
+        """Load what is needed, before the prefill; raises where the model cannot be scored."""
+        ...
+
+    def after_prefill(self, model, cache, input_ids: Tensor | None, attention_mask: Tensor | None) -> Scores | None:
+        """Scores that need more forward passes; None where ``on_attention`` collected them."""
+        ...
+
+
+@dataclass
+class ScorerSource:
+    """The ``score`` method of a KVPress ``ScorerPress``, called in prefill; nothing is pruned by it."""
+
+    press: ScorerPress
+    prefix_length = 0
+
+    def __post_init__(self):
+        self.press = copy.copy(self.press)  # the user's press stays as it is
+        self.name = type(self.press).__name__
+
+    def prepare(self, model) -> None:
+        """Let the press read the model."""
+        self.press.post_init_from_model(model)
+
+    def on_attention(self, module: nn.Module, kwargs: dict, output, layer) -> Tensor:
+        """The press' scores of one layer."""
+        attentions = output[1] if len(output) > 1 else None
+        return self.press.score(module, kwargs["hidden_states"], layer.keys, layer.values, attentions, kwargs)
+
+    def after_prefill(self, model, cache, input_ids, attention_mask) -> None:
+        """Nothing is left to do."""
+        return None
+
+
+def resolve_source(press: object) -> tuple[ScoreSource, str]:
+    """The score source of a press, and the budget scope that goes with it.
+
+    Parameters
+    ----------
+    press : object
+        VerKV's ``KVzipPress`` or ``FastKVzipPress``, a KVPress ``ScorerPress``, KVPress' own KVzip or Fast KVzip, or AdaKV
+        around a scorer (whose budget is shared by a layer's heads).
+
+    Returns
+    -------
+    source : ScoreSource
+    scope : {"head", "layer"}
+
+    Raises
+    ------
+    NotImplementedError
+        For presses that give no score per token.
+    """
+    from verkv.presses.fastkvzip_press import FastKVzipPress, GateSource
+    from verkv.presses.kvzip_press import KVzipPress, ReplaySource
+
+    if isinstance(press, AdaKVPress):
+        return ScorerSource(press.press), "layer"
+    if isinstance(press, (KVzipPress, FastKVzipPress)):
+        return press.source(), "head"
+    if isinstance(press, KVPressKVzip):
+        if press.kvzip_plus_normalization:
+            raise NotImplementedError(
+                "press=KVzipPress(kvzip_plus_normalization=True) is not supported; set it to False"
+            )
+        return ReplaySource(n_sink=press.n_sink, chunk_size=press.chunk_size), "head"
+    if isinstance(press, KVPressFastKVzip):
+        return GateSource.from_kvpress(press), "head"
+    if isinstance(press, ScorerPress):
+        return ScorerSource(press), "head"
+    raise NotImplementedError(
+        f"press={type(press).__name__} gives no score per token; pass KVzipPress(), FastKVzipPress(), a KVPress ScorerPress "
+        f"such as SnapKVPress(), or AdaKVPress around one"
+    )
+
+
+def unit_scores(scores: Scores, is_token: Tensor) -> Scores:
+    """Scores in [0, 1] as float32, checked; outside that range a softmax over the tokens, as the paper says.
+
+    Parameters
+    ----------
+    scores : dict of int to Tensor, shape (B, Hkv, T)
+    is_token : Tensor, shape (B, T), bool
+        False at padding, whose scores are ignored and set to 0.
+
+    Raises
+    ------
+    ValueError
+        If a token's score is NaN or infinite.
+    """
+    keep = is_token[:, None]
+    checked = {}
+    for idx, score in scores.items():
+        score = score.float()
+        mask = keep.to(score.device)
+        if not bool(torch.isfinite(score.masked_fill(~mask, 0.0)).all()):
+            raise ValueError(f"scores of layer {idx} hold NaN or infinite values; check the press that made them")
+        checked[idx] = score.masked_fill(~mask, 0.0)
+    lowest = min(float(score.min()) for score in checked.values())
+    highest = max(float(score.max()) for score in checked.values())
+    if lowest >= 0.0 and highest <= 1.0:
+        return checked
+    return {idx: score.masked_fill(~keep.to(score.device), -torch.inf).softmax(-1) for idx, score in checked.items()}

@@ -1,0 +1,369 @@
+"""What all presses share: score the prompt in prefill, decide what each layer keeps, seal."""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from kvpress.presses.base_press import BasePress
+from torch import Tensor, nn
+
+from verkv.cache import check_cache, layer_kinds, seal_cache
+from verkv.context import SealPlan
+from verkv.presses.budget import LayerGeometry, check_compression_ratio
+from verkv.presses.scores import Scores, ScoreSource, unit_scores
+from verkv.stats import FetchStats, MemoryReport, memory_report
+
+BUDGET_SCOPES = {"head": 1, "layer": 2, "model": 3}  # trailing axes of (C, L, Hkv, T) that share one budget
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is known about the prefilled contexts.
+
+    Attributes
+    ----------
+    n_tokens : int
+        T, padding included.
+    n_padding : Tensor, shape (C,), int64
+        Left padding of each context.
+    protected : Tensor, shape (C, T), bool
+        Tokens that get r = 1: sinks, template prefix, local window.
+    beams : int
+        Batch rows that share a context.
+    """
+
+    n_tokens: int
+    n_padding: Tensor
+    protected: Tensor
+    beams: int
+
+    @property
+    def is_token(self) -> Tensor:
+        """(C, T), False at padding."""
+        return torch.arange(self.n_tokens, device=self.n_padding.device) >= self.n_padding[:, None]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real tokens of each context, (C,)."""
+        return self.n_tokens - self.n_padding
+
+    @property
+    def n_protected(self) -> Tensor:
+        """(C,)."""
+        return self.protected.sum(-1)
+
+
+@dataclass
+class SealingPress(BasePress):
+    """Base of VerKV's presses; a context manager over the model, as every KVPress press.
+
+    The first forward pass with an empty cache inside the context is the prefill. Right after it the prompt is scored and
+    the cache's full-attention layers are sealed in place, so that both KVPress' pipeline and ``model.generate`` work.
+    Sliding-window layers are left as they are.
+
+    Subclasses have a field ``compression_ratio`` and provide :meth:`source` and :meth:`_plans`.
+    """
+
+    def __post_init__(self):
+        self._stats: FetchStats | None = None
+        self._cache_ref = None
+        self._busy = False
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "compression_ratio":
+            value = check_compression_ratio(value)
+        super().__setattr__(name, value)
+
+    # --- for subclasses ---------------------------------------------------------------------------------------------
+
+    def source(self) -> ScoreSource:
+        """A fresh score source."""
+        raise NotImplementedError
+
+    def _plans(
+        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
+    ) -> tuple[dict[int, SealPlan], list[str]]:
+        """The plan of every layer and notes for the statistics."""
+        raise NotImplementedError
+
+    def _n_protected_ends(self, n_tokens: int, source: ScoreSource) -> tuple[int, int]:
+        """How many leading and trailing tokens are always kept."""
+        raise NotImplementedError
+
+    def _new_stats(self) -> FetchStats:
+        return FetchStats(method=type(self).__name__)
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> FetchStats | None:
+        """Statistics of the cache that was sealed last; None before the first."""
+        return self._stats
+
+    def memory_report(self) -> MemoryReport:
+        """Memory of the cache that was handled last.
+
+        Raises
+        ------
+        ValueError
+            If there is none, or it has been freed.
+        """
+        cache = self._cache_ref and self._cache_ref()
+        if cache is None:
+            raise ValueError("no cache to report on: none was prefilled with this press, or it has been freed")
+        return memory_report(cache)
+
+    # --- KVPress' interface -----------------------------------------------------------------------------------------
+
+    def post_init_from_model(self, model) -> None:
+        """Nothing: what depends on the model is prepared when the context is entered."""
+
+    def forward_hook(self, module: nn.Module, input, kwargs: dict, output):
+        """Called by KVPress' ComposedPress, which never enters this press' own context: warn that nothing is compressed."""
+        warnings.warn(
+            f"{type(self).__name__} compresses only as the outermost press: inside ComposedPress it leaves the cache "
+            f"uncompressed. Use `with press(model):` directly",
+            stacklevel=2,
+        )
+        return output
+
+    @contextmanager
+    def __call__(self, model) -> Iterator[None]:
+        """Compress every context that is prefilled inside the ``with`` block.
+
+        Raises
+        ------
+        NotImplementedError
+            For models and caches that cannot be sealed.
+        ValueError
+            If the budget is impossible, or scores are not finite. The cache then holds the exact, uncompressed context.
+        """
+        kinds = layer_kinds(model.config)
+        refuse_soft_capping(model.config)
+        check_compression_ratio(self.compression_ratio)
+        with contextlib.ExitStack() as stack:
+            if self.compression_ratio == 0.0:
+                source = None  # exact; no scores are needed
+            else:
+                source = self.source()
+                source.prepare(model)
+            session = _Session(self, model, kinds, source)
+            backbone = getattr(model, "model", None) or model.base_model
+            for handle in session.register(backbone):
+                stack.callback(handle.remove)
+            stack.callback(session.remove_rotary_embeddings)
+            yield
+
+    def seal(
+        self, model, cache, scores: Scores, *, prefix_length: int = 0, attention_mask: Tensor | None = None, beams=1
+    ):
+        """Seal a prefilled cache with scores that are already there, for instance to try several settings on one prompt.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+        cache : transformers.Cache
+            Prefilled and not sealed. Layers are swapped in place.
+        scores : dict of int to Tensor, shape (B, Hkv, T)
+            By layer index, for every full-attention layer.
+        prefix_length : int
+            Leading tokens to keep whatever their score (a chat template's prefix).
+        attention_mask : Tensor, shape (B, T), optional
+            0 at left padding.
+        beams : int
+            Consecutive batch rows with the same prompt, which then share one context.
+
+        Raises
+        ------
+        ValueError
+            If scores are not finite or do not fit the cache, or the budget is impossible.
+        """
+        kinds = layer_kinds(model.config)
+        refuse_soft_capping(model.config)
+        check_cache(cache, kinds)
+        stats = self._new_stats()
+        layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        first = cache.layers[layers[0]] if layers else None
+        self._cache_ref = weakref.ref(cache)
+        self._stats = stats
+        cache.stats = stats
+        if first is None or self.compression_ratio == 0.0:
+            reason = "compression_ratio is 0" if layers else "the model has no full-attention layer"
+            stats.notes.append(f"not sealed, attention is exact: {reason}")
+            return
+        if getattr(first, "sealed", False):
+            raise ValueError("the cache is sealed already; reset it, or prefill a new one")
+
+        keys = first.keys
+        prompt = self._prompt(keys, attention_mask, prefix_length, beams)
+        if bool((prompt.n_protected == prompt.lengths).all()):
+            stats.notes.append(f"not sealed, attention is exact: all {int(prompt.lengths.max())} tokens are protected")
+            return
+        scores = self._check_scores(scores, cache, layers)
+        scores = unit_scores({i: score[::beams] for i, score in scores.items()}, prompt.is_token)
+        geometry = LayerGeometry(
+            n_units=keys.shape[0] // beams * keys.shape[1],
+            key_dim=keys.shape[-1],
+            value_dim=first.values.shape[-1],
+            element_size=keys.element_size(),
+        )
+        plans, notes = self._plans(scores, prompt, geometry, model)
+        stats.notes += notes
+        seal_cache(cache, plans, stats)
+
+    # --- internals --------------------------------------------------------------------------------------------------
+
+    def _prompt(self, keys: Tensor, attention_mask: Tensor | None, prefix_length: int, beams: int) -> Prompt:
+        batch, _, n_tokens, _ = keys.shape
+        n_padding = left_padding(attention_mask, batch, n_tokens).to(keys.device)[::beams]
+        n_first, n_last = self._n_protected_ends(n_tokens, prefix_length)
+        position = torch.arange(n_tokens, device=keys.device)
+        real_position = position - n_padding[:, None]  # (C, T)
+        protected = (real_position >= 0) & ((real_position < n_first) | (position >= n_tokens - n_last))
+        return Prompt(n_tokens, n_padding, protected, beams)
+
+    @staticmethod
+    def _check_scores(scores: Scores, cache, layers: list[int]) -> Scores:
+        for i in layers:
+            expected = tuple(cache.layers[i].keys.shape[:3])
+            if i not in scores:
+                raise ValueError(f"scores of layer {i} are missing; the press gave those of layers {sorted(scores)}")
+            if tuple(scores[i].shape) != expected:
+                raise ValueError(f"scores of layer {i} have shape {tuple(scores[i].shape)}, the cache needs {expected}")
+            if expected != tuple(cache.layers[layers[0]].keys.shape[:3]):
+                raise NotImplementedError("layers with different numbers of KV heads cannot be sealed together yet")
+        return {i: scores[i] for i in layers}
+
+
+class _Session:
+    """One ``with press(model)`` block: its hooks, and the scores collected so far."""
+
+    def __init__(self, press: SealingPress, model, kinds: list[str], source: ScoreSource | None):
+        self.press, self.model, self.kinds, self.source = press, model, kinds, source
+        self.scores: Scores = {}
+        self.busy = False  # replays run the model again
+        self.is_prefill = False
+        self.with_rotary: list[nn.Module] = []
+
+    def register(self, backbone: nn.Module):
+        """Register the hooks; yields their handles."""
+        yield backbone.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+        yield backbone.register_forward_hook(self.after_forward, with_kwargs=True)
+        if self.source is None or self.source.on_attention is None:
+            return
+        decoder = getattr(backbone, "language_model", backbone)
+        for layer, kind in zip(decoder.layers, self.kinds, strict=True):
+            if kind != "full_attention":
+                continue
+            attention = layer.self_attn
+            if not hasattr(attention, "rotary_emb"):  # some KVPress scorers look for it there
+                attention.rotary_emb = decoder.rotary_emb
+                self.with_rotary.append(attention)
+            yield attention.register_forward_hook(self.after_attention, with_kwargs=True)
+
+    def remove_rotary_embeddings(self) -> None:
+        """Leave the model's modules as they were."""
+        for attention in self.with_rotary:
+            del attention.rotary_emb
+
+    def before_forward(self, module: nn.Module, args, kwargs: dict) -> None:
+        """See whether this forward pass is the prefill, and refuse caches that cannot be sealed before it is paid for."""
+        if self.busy:
+            return
+        cache = _cache_argument(kwargs)
+        self.is_prefill = cache is None or cache.get_seq_length() == 0
+        if self.is_prefill:
+            self.scores = {}
+            if cache is not None:
+                check_cache(cache, self.kinds)
+
+    @torch.no_grad()
+    def after_attention(self, module: nn.Module, args, kwargs: dict, output):
+        """Collect a layer's scores during prefill."""
+        if self.busy or not self.is_prefill:
+            return
+        layer = _cache_argument(kwargs).layers[module.layer_idx]
+        self.scores[module.layer_idx] = self.source.on_attention(module, kwargs, output, layer)
+
+    @torch.no_grad()
+    def after_forward(self, module: nn.Module, args, kwargs: dict, output) -> None:
+        """Score what is left to score, and seal."""
+        if self.busy or not self.is_prefill:
+            return
+        self.is_prefill = False
+        cache = _cache_argument(kwargs)
+        if cache is None:
+            cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise ValueError("there is no cache to compress: call the model with use_cache=True")
+        check_cache(cache, self.kinds)
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else (args[0] if args else None)
+        mask = kwargs.get("attention_mask")
+        mask = mask if mask is not None and mask.dim() == 2 else None
+        self.busy = True
+        try:
+            scores = self.scores
+            if self.source is not None:
+                replayed = self.source.after_prefill(self.model, cache, ids, mask)
+                scores = scores if replayed is None else replayed
+            self.press.seal(
+                self.model,
+                cache,
+                scores,
+                prefix_length=self.source.prefix_length if self.source else 0,
+                attention_mask=mask,
+                beams=shared_prompts(ids, mask),
+            )
+        finally:
+            self.busy, self.scores = False, {}
+
+
+def left_padding(attention_mask: Tensor | None, batch: int, n_tokens: int) -> Tensor:
+    """Padding tokens before each row, (B,), int64.
+
+    Raises
+    ------
+    NotImplementedError
+        If the mask hides anything but leading tokens.
+    """
+    if attention_mask is None:
+        return torch.zeros(batch, dtype=torch.int64)
+    visible = attention_mask.bool()
+    n_padding = n_tokens - visible.sum(-1)
+    position = torch.arange(n_tokens, device=visible.device)
+    if visible.shape != (batch, n_tokens) or not torch.equal(visible, position >= n_padding[:, None]):
+        raise NotImplementedError("attention_mask may hide only leading tokens in prefill; pad the batch on the left")
+    if bool((n_padding == n_tokens).any()):
+        raise ValueError("attention_mask hides all tokens of a row; remove the row from the batch")
+    return n_padding
+
+
+def shared_prompts(input_ids: Tensor | None, attention_mask: Tensor | None) -> int:
+    """How many consecutive batch rows have the same prompt (beams, samples), so that they can share a context."""
+    if input_ids is None or len(input_ids) == 1:
+        return 1
+    rows = input_ids if attention_mask is None else torch.cat([input_ids, attention_mask.to(input_ids.dtype)], -1)
+    changes = (rows[1:] != rows[:-1]).any(-1).nonzero().flatten().tolist()
+    ends = [i + 1 for i in changes] + [len(rows)]
+    sizes = {end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def refuse_soft_capping(config) -> None:
+    """Raise NotImplementedError for models whose attention logits are soft-capped."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        raise NotImplementedError(
+            f"attn_logit_softcapping={text.attn_logit_softcapping}: the certificate needs weights exp(<k, q>), soft-capped "
+            f"attention has none; use the model without VerKV"
+        )
+
+
+def _cache_argument(kwargs: dict):
+    """The cache among a forward call's arguments; it was renamed in transformers 5.24."""
+    cache = kwargs.get("past_key_values")
+    return cache if cache is not None else kwargs.get("cache")

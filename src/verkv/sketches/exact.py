@@ -1,0 +1,72 @@
+"""The paper's "perfect sketch": exact scores, from the host's keys. An oracle for experiments, not for deployment."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from verkv.sketches.rope_pair import RopePairSketch
+
+
+@dataclass
+class ExactSketch:
+    """Score all tokens with their exact keys, read from host memory.
+
+    It shows what a sketch without error would give. To make its samples comparable with the 2-bit sketch's it is charged
+    to the memory budget as that one is (``charged_as``), although it keeps nothing on the device, and its key reads are
+    left out of the KV read statistics. Both are said in the statistics' notes.
+
+    Parameters
+    ----------
+    charged_as : RopePairSketch
+        The sketch whose bytes are charged to the budget.
+
+    Examples
+    --------
+    >>> import torch
+    >>> keys = torch.randn(1, 2, 5, 8)
+    >>> sketch = ExactSketch().build(keys)
+    >>> torch.equal(sketch.logits(keys), keys @ keys.mT)
+    True
+    """
+
+    charged_as: RopePairSketch = field(default_factory=RopePairSketch)
+
+    name = "exact"
+    is_oracle = True
+
+    def build(self, keys: Tensor, queries: Tensor | None = None) -> "ExactSketch":
+        """Keep a reference to the keys (B, Hkv, T, d); nothing is copied. Queries are not used."""
+        built = dataclasses.replace(self)
+        built._keys = keys
+        return built
+
+    def logits(self, query: Tensor) -> Tensor:
+        """Exact <k, q> in float32; (B, Hkv, R, d) -> (B, Hkv, R, T)."""
+        return query.float() @ self._keys.to(query.device).float().mT
+
+    def charged_bytes(self, n_tokens: int, head_dim: int) -> int:
+        """Those of the 2-bit sketch, so that the samples match."""
+        return self.charged_as.charged_bytes(n_tokens, head_dim)
+
+    @property
+    def nbytes(self) -> int:
+        """0: the keys it reads are the host tier's."""
+        return 0
+
+    @property
+    def uncharged_nbytes(self) -> int:
+        """0."""
+        return 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """None: the keys belong to the host tier."""
+        return {}
+
+    def uncharged_tensors(self) -> dict[str, Tensor]:
+        """None."""
+        return {}
+
+    def select(self, indices: Tensor) -> "ExactSketch":
+        """Reindex the batch."""
+        return self.build(self._keys[indices.to(self._keys.device)])

@@ -1,0 +1,117 @@
+"""The two places a sealed context lives: all rows in host memory, a ragged sample of them on the device."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RESIDENT_BIT = 0x80
+LEVEL_MASK = 0x7F
+
+# A KV head of one context of the batch is a "unit": N = contexts * Hkv of them, in (context, head) order.
+
+
+@dataclass(frozen=True)
+class HostTier:
+    """The whole context's keys and values in host memory, (B, Hkv, T, d) each, pinned where there is a GPU."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def copy_from(cls, keys: Tensor, values: Tensor) -> "HostTier":
+        """Copy device tensors to the host, once: allocated pinned and then filled."""
+        return cls(_to_host(keys), _to_host(values))
+
+    def read_keys(self, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+        """Key rows (M, d) of M (unit, position) pairs, moved to the device."""
+        return _read_rows(self.keys, units, positions, device)
+
+    def read_values(self, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+        """Value rows (M, d) of M (unit, position) pairs, moved to the device."""
+        return _read_rows(self.values, units, positions, device)
+
+    @property
+    def key_row_bytes(self) -> int:
+        """Bytes of one key row."""
+        return self.keys.shape[-1] * self.keys.element_size()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one key and one value row."""
+        return self.key_row_bytes + self.values.shape[-1] * self.values.element_size()
+
+    def select(self, indices: Tensor) -> "HostTier":
+        """Reindex the batch (a copy)."""
+        indices = indices.to("cpu")
+        return HostTier(self.keys[indices], self.values[indices])
+
+
+@dataclass(frozen=True)
+class ResidentRows:
+    """Sinks, local window and sample of all units, ragged and without padding.
+
+    Attributes
+    ----------
+    keys, values : Tensor, shape (M, d)
+        Rows in (unit, position) order.
+    codes : Tensor, shape (M,), uint8
+        Resident bit and level of r = 2 ** (-level / 8) of each row.
+    offsets : Tensor, shape (N + 1,), int64
+        Rows of unit u are offsets[u] .. offsets[u + 1].
+    """
+
+    keys: Tensor
+    values: Tensor
+    codes: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def gather(cls, keys: Tensor, values: Tensor, codes: Tensor) -> "ResidentRows":
+        """Pick the resident rows of keys and values (B, Hkv, T, d) by their codes (B, Hkv, T)."""
+        codes = codes.flatten(0, 1)
+        resident = (codes & RESIDENT_BIT) != 0
+        units, positions = resident.nonzero(as_tuple=True)
+        offsets = torch.zeros(len(codes) + 1, dtype=torch.int64, device=codes.device)
+        offsets[1:] = resident.sum(-1).cumsum(0)
+        return cls(
+            keys.flatten(0, 1)[units, positions],
+            values.flatten(0, 1)[units, positions],
+            codes[units, positions],
+            offsets,
+        )
+
+    def padded_index(self) -> tuple[Tensor, Tensor]:
+        """Row numbers padded to the fullest unit, (N, S), and which of them are rows."""
+        counts = self.offsets.diff()
+        slots = torch.arange(max(1, int(counts.max())), device=self.offsets.device)
+        is_row = slots < counts[:, None]
+        index = (self.offsets[:-1, None] + slots).clamp_max(max(0, len(self.codes) - 1))
+        return index, is_row
+
+    def select(self, indices: Tensor, n_kv_heads: int) -> "ResidentRows":
+        """Reindex the batch (a copy): the rows of contexts ``indices``."""
+        units = (indices[:, None] * n_kv_heads + torch.arange(n_kv_heads, device=indices.device)).flatten()
+        rows = torch.cat([torch.arange(self.offsets[u], self.offsets[u + 1], device=units.device) for u in units])
+        offsets = torch.cat([torch.zeros_like(units[:1]), self.offsets.diff()[units].cumsum(0)])
+        return ResidentRows(self.keys[rows], self.values[rows], self.codes[rows], offsets)
+
+
+def pad_rows(rows: Tensor, units: Tensor, n_units: int) -> tuple[Tensor, Tensor]:
+    """Spread ragged rows (M, d), sorted by unit, over (N, S, d) with zeros behind, and say which slots are rows."""
+    counts = torch.bincount(units, minlength=n_units)
+    slots = torch.arange(len(units), device=units.device) - (counts.cumsum(0) - counts)[units]
+    width = max(1, int(counts.max()) if len(units) else 0)
+    padded = rows.new_zeros(n_units, width, rows.shape[-1])
+    padded[units, slots] = rows
+    return padded, torch.arange(width, device=units.device) < counts[:, None]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return pinned.copy_(tensor)
+
+
+def _read_rows(tier: Tensor, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+    rows = tier.flatten(0, 1)[units.to("cpu"), positions.to("cpu")]
+    return rows.to(device)

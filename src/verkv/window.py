@@ -1,0 +1,136 @@
+"""Sliding-window layers beside sealed ones: left as they are, but able to go back to the end of the context."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """State of a window at one length. Tensors are never written in place, so references are enough."""
+
+    keys: Tensor
+    values: Tensor
+    length: int
+
+
+@dataclass(frozen=True)
+class WindowKV:
+    """Stands for ``layer.keys`` of a window that can go back: its logical length, and nothing else."""
+
+    layer: "WindowLayer"
+    length: int
+
+    def __getitem__(self, index) -> "WindowKV":
+        """A prefix ``[:, :, :n]``, as KVPress' roll-back takes it."""
+        start, stop, step = index[2].indices(self.length)
+        if start != 0 or step != 1:
+            raise NotImplementedError("keys and values of a sliding layer can only be sliced as [:, :, :n]")
+        return WindowKV(self.layer, stop)
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """transformers' sliding-window layer, which remembers its state at the end of the context.
+
+    A window forgets old tokens, so it cannot be cropped in general. Asking several questions about one context only needs
+    the way back to the context's end, and a failed forward pass the way back to its start.
+    """
+
+    def __init__(self, sliding_window: int):
+        self._context: _Moment | None = None
+        super().__init__(sliding_window)
+
+    @classmethod
+    def adopt(cls, layer: DynamicSlidingWindowLayer) -> "WindowLayer":
+        """A window with the state of a plain one, to take its place in ``cache.layers``."""
+        adopted = cls(layer.sliding_window)
+        adopted.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in ("keys", "values")})
+        adopted._keys, adopted._values = layer.keys, layer.values
+        return adopted
+
+    def mark_context(self) -> None:
+        """Remember the present state as the context's end."""
+        self._context = self._now()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        """Append tokens as transformers does."""
+        marked, self._context = self._context, None  # plain tensors for the parent class
+        self._before = self._now()
+        try:
+            return super().update(key_states, value_states, *args, **kwargs)
+        finally:
+            self._context = marked
+
+    def crop(self, max_length: int) -> None:
+        """Go back to the context's end or to the state before the last update, else as transformers does."""
+        length = max_length if max_length >= 0 else self.get_seq_length() + max_length
+        if not self._go_back(length):
+            marked, self._context = self._context, None
+            try:
+                super().crop(max_length)
+            finally:
+                self._context = marked
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._context, self._before = None, None
+        self._keys, self._values, self.is_initialized, self.cumulative_length = None, None, False, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Permute the batch, of the remembered states too."""
+        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some batch rows."""
+        self._map(lambda t: t[indices.to(t.device)])
+
+    @property
+    def keys(self):
+        """The window's keys; a stand-in once the context's end is marked."""
+        return WindowKV(self, self.cumulative_length) if self._context is not None else self._keys
+
+    @keys.setter
+    def keys(self, value):
+        self._assign("_keys", value)
+
+    @property
+    def values(self):
+        """See :attr:`keys`."""
+        return WindowKV(self, self.cumulative_length) if self._context is not None else self._values
+
+    @values.setter
+    def values(self, value):
+        self._assign("_values", value)
+
+    _before: _Moment | None = None
+
+    def _now(self) -> _Moment:
+        return _Moment(self._keys, self._values, self.cumulative_length)
+
+    def _assign(self, name: str, value) -> None:
+        if not isinstance(value, WindowKV):
+            setattr(self, name, value)
+        elif not self._go_back(value.length):
+            raise NotImplementedError(
+                f"a sliding layer can go back to the context's end, not to {value.length} tokens; reset the cache"
+            )
+
+    def _go_back(self, length: int) -> bool:
+        """Return to a remembered state of that length, if there is one."""
+        for moment in (self._now(), self._context, self._before):
+            if moment is not None and moment.length == length and moment.keys is not None:
+                self._keys, self._values, self.cumulative_length = moment.keys, moment.values, moment.length
+                return True
+        return False
+
+    def _map(self, function) -> None:
+        move = lambda m: m and _Moment(function(m.keys), function(m.values), m.length)  # noqa: E731
+        if self.get_seq_length() > 0:
+            self._keys, self._values = function(self._keys), function(self._values)
+            self._context = move(self._context)
+            self._before = None
