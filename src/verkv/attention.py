@@ -1,8 +1,8 @@
 """Weighted attention over several parts, and the hand-off of sealed layers to transformers' attention functions.
 
-A sealed cache layer gives the model a :class:`SealedHandle` instead of keys. The functions in transformers' registry are
-wrapped under their own names, so masks, flash dispatch and ``config._attn_implementation`` stay as they are; a handle is
-answered by its layer, everything else passes through. A foreign function that meets a handle raises.
+A sealed cache layer gives the model a :class:`SealedHandle` instead of keys. The functions in transformers' registry
+are wrapped under their own names, so masks, flash dispatch and ``config._attn_implementation`` stay as they are; a
+handle is answered by its layer, everything else passes through. A foreign function that meets a handle raises.
 """
 
 import contextlib
@@ -15,36 +15,13 @@ import torch
 from torch import Tensor
 
 # Attention implementations compute with these; anything that does so on a handle would silently see the tail only.
-_COMPUTING = frozenset(
-    [
-        "__getitem__",
-        "__setitem__",
-        "__matmul__",
-        "add",
-        "baddbmm",
-        "bmm",
-        "cat",
-        "clone",
-        "contiguous",
-        "einsum",
-        "expand",
-        "flatten",
-        "flex_attention",
-        "float",
-        "matmul",
-        "mul",
-        "permute",
-        "repeat",
-        "repeat_interleave",
-        "reshape",
-        "scaled_dot_product_attention",
-        "split",
-        "to",
-        "transpose",
-        "unsqueeze",
-        "view",
-    ]
-)
+# fmt: off
+_COMPUTING = frozenset({
+    "__getitem__", "__setitem__", "__matmul__", "add", "baddbmm", "bmm", "cat", "clone", "contiguous", "einsum", "expand",
+    "flatten", "flex_attention", "float", "matmul", "mul", "permute", "repeat", "repeat_interleave", "reshape",
+    "scaled_dot_product_attention", "split", "to", "transpose", "unsqueeze", "view",
+})
+# fmt: on
 
 _observer: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("verkv_attention_observer", default=None)
 

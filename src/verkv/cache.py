@@ -19,8 +19,8 @@ _CROP_TAKES_REMOVED = "tokens_to_remove" in inspect.signature(DynamicLayer.crop)
 class SealedKV:
     """Stands for ``layer.keys`` or ``layer.values`` of a sealed layer: shape, dtype and prefix slices, no data.
 
-    KVPress rolls a cache back with ``layer.keys = layer.keys[:, :, :n]``; copying the host tier for that would defeat the
-    purpose.
+    KVPress rolls a cache back with ``layer.keys = layer.keys[:, :, :n]``; copying the host tier for that would defeat
+    the purpose.
     """
 
     def __init__(self, layer: "VerKVLayer", head_dim: int, length: int):
@@ -238,7 +238,8 @@ class VerKVLayer(DynamicLayer):
             self._crop_to(value.length)
         else:
             raise NotImplementedError(
-                "keys and values of a sealed layer cannot be replaced (is a second press pruning the cache?); reset the cache"
+                "keys and values of a sealed layer cannot be replaced (is a second press pruning the cache?); "
+                "reset the cache"
             )
 
     def _crop_to(self, length: int) -> None:
@@ -250,8 +251,8 @@ class VerKVLayer(DynamicLayer):
         n_tail = length - self.context.n_tokens
         if n_tail < 0:
             raise ValueError(
-                f"max_length={length} cuts into the sealed context of {self.context.n_tokens} tokens; reset the cache and "
-                f"prefill the shorter context"
+                f"max_length={length} cuts into the sealed context of {self.context.n_tokens} tokens; reset the cache "
+                f"and prefill the shorter context"
             )
         self.tail_keys, self.tail_values = self.tail_keys[:, :, :n_tail], self.tail_values[:, :, :n_tail]
 
@@ -285,9 +286,9 @@ class VerKVLayer(DynamicLayer):
             expected = length + n_new if i < self._index else length
             if i != self._index and layer.get_seq_length() != expected:
                 raise ValueError(
-                    f"the cache holds half a forward pass: layer {i} has {layer.get_seq_length()} tokens instead of {expected}. "
-                    f"An earlier forward pass was interrupted; call cache.crop({min(s.get_seq_length() for s in self._siblings)})"
-                    f" or cache.reset()"
+                    f"the cache holds half a forward pass: layer {i} has {layer.get_seq_length()} tokens instead of "
+                    f"{expected}. An earlier forward pass was interrupted; call "
+                    f"cache.crop({min(s.get_seq_length() for s in self._siblings)}) or cache.reset()"
                 )
 
 
@@ -309,8 +310,8 @@ class VerKVCache(Cache):
 def make_cache(config) -> VerKVCache:
     """An empty cache for a model, ready to be sealed by a press.
 
-    A plain ``DynamicCache()`` works as well: a press then swaps its layers in place. This one keeps sliding-window layers
-    at their window's size.
+    A plain ``DynamicCache()`` works as well: a press then swaps its layers in place. This one keeps sliding-window
+    layers at their window's size.
 
     Parameters
     ----------
@@ -371,8 +372,8 @@ def check_cache(cache, kinds: list[str]) -> None:
     for kind, layer in zip(kinds, cache.layers, strict=False):
         if kind == "full_attention" and type(layer) not in (DynamicLayer, VerKVLayer):
             raise NotImplementedError(
-                f"past_key_values has a layer of type {type(layer).__name__}, which cannot be sealed (quantised and static "
-                f"caches cannot); pass DynamicCache() or verkv.make_cache(model.config)"
+                f"past_key_values has a layer of type {type(layer).__name__}, which cannot be sealed (quantised "
+                f"and static caches cannot); pass DynamicCache() or verkv.make_cache(model.config)"
             )
 
 

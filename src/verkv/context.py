@@ -288,8 +288,8 @@ class SealedContext:
         shape = (batch, n_queries, self.n_tokens)
         if not torch.equal(context_allowed.expand(shape), is_token[:, None].expand(shape)):
             raise NotImplementedError(
-                "attention_mask hides sealed context tokens, or shows padding, differently from the prefill's mask; only "
-                "the left padding of the prefill may be hidden"
+                "attention_mask hides sealed context tokens, or shows padding, differently from the prefill's mask; "
+                "only the left padding of the prefill may be hidden"
             )
 
     def _audit(
@@ -358,7 +358,7 @@ class SealedContext:
 
     def _to_units(self, query: Tensor) -> Tensor:
         """(B, Hq, Tq, d) -> (N, beams, G * Tq, d): all rows that share a KV head together."""
-        batch, n_heads, n_queries, head_dim = query.shape
+        batch, _, n_queries, head_dim = query.shape
         if batch != self.n_contexts * self.beams:
             raise ValueError(
                 f"query has a batch of {batch}, but {self.n_contexts} contexts were sealed for {self.beams} row(s) each"
@@ -405,8 +405,8 @@ def _allowed(mask: Tensor | None, n_total: int) -> Tensor | None:
         raise NotImplementedError(f"attention_mask of shape {tuple(mask.shape)} is not supported after sealing")
     if mask.shape[-1] < n_total:
         raise ValueError(
-            f"attention_mask covers {mask.shape[-1]} tokens, but context and new tokens are {n_total}; pass the mask of the "
-            f"whole sequence"
+            f"attention_mask covers {mask.shape[-1]} tokens, but context and new tokens are {n_total}; pass the mask "
+            f"of the whole sequence"
         )
     mask = mask[..., :n_total]
     if mask.dtype == torch.bool:

@@ -33,8 +33,8 @@ class WindowKV:
 class WindowLayer(DynamicSlidingWindowLayer):
     """transformers' sliding-window layer, which remembers its state at the end of the context.
 
-    A window forgets old tokens, so it cannot be cropped in general. Asking several questions about one context only needs
-    the way back to the context's end, and a failed forward pass the way back to its start.
+    A window forgets old tokens, so it cannot be cropped in general. Asking several questions about one context only
+    needs the way back to the context's end, and a failed forward pass the way back to its start.
     """
 
     def __init__(self, sliding_window: int):

@@ -68,8 +68,8 @@ def bernstein_certificate(
 
     Notes
     -----
-    Holds for a query, weights and coefficients fixed before the draw, and independent draws. With weights from a sketch it
-    is a plan, not a proof.
+    Holds for a query, weights and coefficients fixed before the draw, and independent draws. With weights from a
+    sketch it is a plan, not a proof.
 
     References
     ----------

@@ -99,8 +99,8 @@ def fetch_plan(
     Parameters
     ----------
     weights, inclusion_probs, shrinkage, residual, denominator, delta
-        As in :func:`~verkv.estimators.certificate.bernstein_certificate`. There is no ``sampled`` argument: Theorem 2 needs
-        a plan that does not depend on the draw.
+        As in :func:`~verkv.estimators.certificate.bernstein_certificate`. There is no ``sampled`` argument: Theorem 2
+        needs a plan that does not depend on the draw.
     epsilon : float > 0
         Tolerance of the relative error.
 

@@ -13,8 +13,8 @@ MIN_INCLUSION_PROB = 2.0 ** (-MAX_LEVEL / LEVELS_PER_OCTAVE)
 def defensive_mixture(scores: Tensor, alpha: float, eligible: Tensor | None = None) -> Tensor:
     """Mix importance scores with their mean over the tokens: tau' = (1 - alpha) tau + alpha mean(tau).
 
-    Scores of many tokens can be nearly zero while their attention weight is not; w (1 - r) / r then explodes and they must
-    be fetched. A share of uniform sampling bounds it. ``alpha = 0`` is the paper's algorithm.
+    Scores of many tokens can be nearly zero while their attention weight is not; w (1 - r) / r then explodes and they
+    must be fetched. A share of uniform sampling bounds it. ``alpha = 0`` is the paper's algorithm.
 
     Parameters
     ----------
@@ -81,8 +81,8 @@ def inclusion_probabilities(
     floor : float in [0, 1)
         Smallest r of a token that is neither certain nor absent.
     shared_dims : int, default 1
-        How many trailing axes share one budget. With scores of shape (B, L, H, T): 1 solves per head, 2 per layer, 3 per
-        model.
+        How many trailing axes share one budget. With scores of shape (B, L, H, T): 1 solves per head, 2 per layer, 3
+        per model.
 
     Returns
     -------
@@ -93,8 +93,8 @@ def inclusion_probabilities(
     Raises
     ------
     ValueError
-        If scores hold NaN, infinite or negative values, if ``floor`` is outside [0, 1), or if the budget is smaller than
-        the certain tokens plus the floor of the others, or larger than the number of tokens.
+        If scores hold NaN, infinite or negative values, if ``floor`` is outside [0, 1), or if the budget is smaller
+        than the certain tokens plus the floor of the others, or larger than the number of tokens.
 
     References
     ----------

@@ -46,9 +46,9 @@ def mean_squared_error(weights: Tensor, inclusion_probs: Tensor, shrinkage: Tens
 def optimal_shrinkage(weights: Tensor, inclusion_probs: Tensor, residual: Tensor) -> Tensor:
     """The unique minimiser of the mean squared error over lambda in [r, 1], Definition 2 and Theorem 1 of [1]_.
 
-    lambda_i = clip(beta / u_i, r_i, 1) with u_i = w_i (1 - r_i) / r_i and beta = sum_i w_i (1 - lambda_i). The right-hand
-    side falls in beta, piecewise linearly with breaks at a_i = w_i (1 - r_i), where lambda_i leaves r_i, and at u_i, where
-    it reaches 1. Sorting the breaks gives the piece that holds the root, and the root exactly.
+    lambda_i = clip(beta / u_i, r_i, 1) with u_i = w_i (1 - r_i) / r_i and beta = sum_i w_i (1 - lambda_i). The
+    right-hand side falls in beta, piecewise linearly with breaks at a_i = w_i (1 - r_i), where lambda_i leaves r_i,
+    and at u_i, where it reaches 1. Sorting the breaks gives the piece that holds the root, and the root exactly.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def optimal_shrinkage(weights: Tensor, inclusion_probs: Tensor, residual: Tensor
     spread = gain / r  # u_i
     breaks = torch.cat([gain, spread], dim=-1).sort(dim=-1).values
 
-    # Total bias as a function of beta is sum_{u > beta} w - sum_{a > beta} w r - beta * sum_{a <= beta < u} r / (1 - r).
+    # Total bias, a function of beta: sum_{u > beta} w - sum_{a > beta} w r - beta * sum_{a <= beta < u} r / (1 - r).
     # Its value at a break is compared with beta itself; the last break that is still below it starts the root's piece.
     slope = torch.where(residual, r / torch.where(residual, 1.0 - r, 1.0), 0.0)
     above_u, above_a = _tail_sum(spread, w, breaks), _tail_sum(gain, w * r, breaks)

@@ -1,4 +1,4 @@
-"""KVPress-compatible presses. Importing this package imports kvpress, which patches transformers' attention functions."""
+"""KVPress-compatible presses. Importing them imports kvpress, which wraps transformers' attention functions."""
 
 try:
     import kvpress  # noqa: F401

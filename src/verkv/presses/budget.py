@@ -47,7 +47,8 @@ def token_budget(
     """Expected number of tokens per KV head that the budget pays for.
 
     The budget is (1 - compression_ratio) of the full cache in its own dtype. Charged are, per KV head: the sketch, one
-    byte of r per token where the plan needs it, the row offsets, and per kept token its key, its value and its own byte.
+    byte of r per token where the plan needs it, the row offsets, and per kept token its key, its value and its own
+    byte.
 
     Parameters
     ----------
@@ -91,20 +92,14 @@ def token_budget(
     short = (allowed_bytes < least_bytes) & ~all_protected
     if bool(short.any()):
         i = int((least_bytes - allowed_bytes).masked_fill(~short, -torch.inf).argmax())
-        share = lambda part: f"{100 * float(part) / float(full_bytes[i]):.2f} %"  # noqa: E731
-        largest = 1.0 - float(least_bytes[i] / full_bytes[i])
-        remedy = (
-            f"use compression_ratio <= {_round_down(largest)}"
-            if largest > 0
-            else "leave such a short context uncompressed"
-        )
-        raise ValueError(
-            f"compression_ratio={compression_ratio:g} leaves {share(allowed_bytes[i])} of the cache of {int(n_tokens[i])} "
-            f"tokens, but the fixed parts need {share(least_bytes[i])}: {int(n_protected[i])} protected tokens (n_sink, "
-            f"n_local, template prefix) {share(n_protected[i] * row_bytes)}, sketch {share(sketch_bytes[i])}, inclusion "
-            f"probabilities {share(code_bytes[i])}, row offsets {share(offset_bytes)}, smallest sample "
-            f"{share((least_rows[i] - n_protected[i]) * row_bytes)}; {remedy}, or fewer protected tokens"
-        )
+        parts = {
+            f"{int(n_protected[i])} protected tokens (n_sink, n_local, template prefix)": n_protected[i] * row_bytes,
+            "sketch": sketch_bytes[i],
+            "inclusion probabilities": code_bytes[i],
+            "row offsets": offset_bytes,
+            "smallest sample": (least_rows[i] - n_protected[i]) * row_bytes,
+        }
+        raise ValueError(_too_small(compression_ratio, int(n_tokens[i]), parts, float(full_bytes[i])))
     budget = ((allowed_bytes - fixed_bytes) / row_bytes).clamp(max=tokens)
     return torch.where(all_protected, tokens, budget)
 
@@ -122,6 +117,13 @@ def check_compression_ratio(value: float) -> float:
     return ratio
 
 
-def _round_down(ratio: float) -> float:
-    """Four decimals, so that the ratio named in the message does work."""
-    return int(ratio * 1e4) / 1e4
+def _too_small(compression_ratio: float, n_tokens: int, parts: dict[str, float], full_bytes: float) -> str:
+    """Say which parts do not fit and which ratio would work."""
+    shares = {name: 100 * float(size) / full_bytes for name, size in parts.items()}
+    largest_ratio = int((1 - sum(shares.values()) / 100) * 1e4) / 1e4  # rounded down, so that it does work
+    remedy = f"use compression_ratio <= {largest_ratio}" if largest_ratio > 0 else "leave so short a context as it is"
+    listed = ", ".join(f"{name} {share:.2f} %" for name, share in shares.items())
+    return (
+        f"compression_ratio={compression_ratio:g} leaves {100 * (1 - compression_ratio):.2f} % of the cache of {n_tokens} "
+        f"tokens, but its fixed parts need {sum(shares.values()):.2f} %: {listed}; {remedy}, or protect fewer tokens"
+    )

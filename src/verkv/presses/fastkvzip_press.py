@@ -20,8 +20,8 @@ LONG_CONTEXT, LONG_WINDOW = 32_000, 4096
 class FastKVzipPress(EvictionPress):
     """Fast KVzip's importance scores; used alone, its eviction of the lowest-scored tokens.
 
-    Gates are trained per model. They come from a file in the format of the authors' repository, or from that repository on
-    the hub by the model's name. Files are read with ``weights_only``: no code is run.
+    Gates are trained per model. They come from a file in the format of the authors' repository, or from that
+    repository on the hub by the model's name. Files are read with ``weights_only``: no code is run.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class FastKVzipPress(EvictionPress):
     gates : path, list of torch.nn.Module, or None
         A ``.pt`` file, gates per layer, or None for the hub.
     n_local : int, optional
-        Trailing tokens always kept when used alone. By default Fast KVzip's own rule: 2 % of the context, 4,096 tokens from
-        32,000 on (which is more than a whole 32x budget there).
+        Trailing tokens always kept when used alone. By default Fast KVzip's own rule: 2 % of the context, 4,096
+        tokens from 32,000 on (which is more than a whole 32x budget there).
 
     References
     ----------
@@ -84,9 +84,7 @@ class GateSource:
             self.gates = load_gates(self.gates)
         n_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         if len(self.gates) != n_layers:
-            raise ValueError(
-                f"gates are for {len(self.gates)} layers, the model has {n_layers}; pass the model's own gates"
-            )
+            raise ValueError(f"gates are for {len(self.gates)} layers, the model has {n_layers}; pass its own gates")
 
     def on_attention(self, module: nn.Module, kwargs: dict, output, layer) -> Tensor:
         """The gate's score of every token of one layer, (B, Hkv, T). Gates read one row at a time."""
@@ -96,8 +94,8 @@ class GateSource:
         scores = torch.cat([gate(row[None].to(dtype)) for row in hidden])
         if scores.shape[1] != layer.keys.shape[1]:
             raise ValueError(
-                f"gates score {scores.shape[1]} KV heads, layer {module.layer_idx} has {layer.keys.shape[1]}; pass the model's "
-                f"own gates"
+                f"gates score {scores.shape[1]} KV heads, layer {module.layer_idx} has {layer.keys.shape[1]}; pass the "
+                f"model's own gates"
             )
         return scores
 
@@ -146,8 +144,8 @@ def download_gates(config) -> list[nn.Module]:
         path = hf_hub_download(repo_id=HUB_REPOSITORY, filename=filename, repo_type="model")
     except Exception as error:
         raise ValueError(
-            f"no Fast KVzip gates for {config.name_or_path!r}: {HUB_REPOSITORY} has no {filename}, or cannot be reached; pass "
-            f"FastKVzipPress(gates=FILE), or use KVzipPress(), which needs no training"
+            f"no Fast KVzip gates for {config.name_or_path!r}: {HUB_REPOSITORY} has no {filename}, or cannot be reached; "
+            f"pass FastKVzipPress(gates=FILE), or use KVzipPress(), which needs no training"
         ) from error
     return load_gates(path)
 

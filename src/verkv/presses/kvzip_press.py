@@ -124,7 +124,7 @@ class _ReplayRecorder:
         """Softmax over sinks, the chunk and the replay itself; the maximum over query heads and rows is the score."""
         if module.layer_idx not in self.layers:
             return
-        batch, n_heads, n_replayed, head_dim = query.shape
+        batch, _, n_replayed, head_dim = query.shape
         n_kv_heads, start, stop = key.shape[1], self.chunk.start, self.chunk.stop
         n_sink = min(self.n_sink, start)
         context = torch.cat([key[:, :, :n_sink], key[:, :, start:stop]], dim=2)

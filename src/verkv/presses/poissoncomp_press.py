@@ -27,8 +27,8 @@ from verkv.tiers import RESIDENT_BIT
 class PoissonCompPress(SealingPress):
     """Keep a Poisson sample of the prompt's tokens and attend to it with Horvitz-Thompson weights, Algorithm 1 of [1]_.
 
-    A token is kept with probability r = min(1, c tau) and then weighs 1 / r, so the softmax denominator and numerator are
-    unbiased. Nothing is fetched: what was not sampled is gone.
+    A token is kept with probability r = min(1, c tau) and then weighs 1 / r, so the softmax denominator and numerator
+    are unbiased. Nothing is fetched: what was not sampled is gone.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class PoissonCompPress(SealingPress):
         return plans, self._notes(expected, variance, sketch)
 
     def _budget_groups(self, layers: list[int]) -> list[list[int]]:
-        """Layers that are solved together: all of them share a budget per model, otherwise one by one to save memory."""
+        """Layers solved together: all that share a budget, otherwise one by one to save memory."""
         return [layers] if self._scope() == "model" else [[i] for i in layers]
 
     def _draw(

@@ -24,8 +24,8 @@ class ScoreSource(Protocol):
     prefix_length : int
         Leading tokens that the scores say nothing about (a chat template's prefix) and that must be kept.
     on_attention : callable or None
-        Forward hook ``(module, kwargs, output, layer)`` of every full-attention module during prefill; returns that layer's
-        scores (B, Hkv, T).
+        Forward hook ``(module, kwargs, output, layer)`` of every full-attention module during prefill; returns that
+        layer's scores (B, Hkv, T).
     """
 
     name: str
@@ -72,8 +72,8 @@ def resolve_source(press: object) -> tuple[ScoreSource, str]:
     Parameters
     ----------
     press : object
-        VerKV's ``KVzipPress`` or ``FastKVzipPress``, a KVPress ``ScorerPress``, KVPress' own KVzip or Fast KVzip, or AdaKV
-        around a scorer (whose budget is shared by a layer's heads).
+        VerKV's ``KVzipPress`` or ``FastKVzipPress``, a KVPress ``ScorerPress``, KVPress' own KVzip or Fast KVzip, or
+        AdaKV around a scorer (whose budget is shared by a layer's heads).
 
     Returns
     -------
@@ -103,8 +103,8 @@ def resolve_source(press: object) -> tuple[ScoreSource, str]:
     if isinstance(press, ScorerPress):
         return ScorerSource(press), "head"
     raise NotImplementedError(
-        f"press={type(press).__name__} gives no score per token; pass KVzipPress(), FastKVzipPress(), a KVPress ScorerPress "
-        f"such as SnapKVPress(), or AdaKVPress around one"
+        f"press={type(press).__name__} gives no score per token; pass KVzipPress(), FastKVzipPress(), a KVPress "
+        f"ScorerPress such as SnapKVPress(), or AdaKVPress around one"
     )
 
 

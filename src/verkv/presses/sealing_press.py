@@ -61,9 +61,9 @@ class Prompt:
 class SealingPress(BasePress):
     """Base of VerKV's presses; a context manager over the model, as every KVPress press.
 
-    The first forward pass with an empty cache inside the context is the prefill. Right after it the prompt is scored and
-    the cache's full-attention layers are sealed in place, so that both KVPress' pipeline and ``model.generate`` work.
-    Sliding-window layers are left as they are.
+    The first forward pass with an empty cache inside the context is the prefill. Right after it the prompt is scored
+    and the cache's full-attention layers are sealed in place, so that both KVPress' pipeline and ``model.generate``
+    work. Sliding-window layers are left as they are.
 
     Subclasses have a field ``compression_ratio`` and provide :meth:`source` and :meth:`_plans`.
     """
@@ -123,7 +123,7 @@ class SealingPress(BasePress):
         """Nothing: what depends on the model is prepared when the context is entered."""
 
     def forward_hook(self, module: nn.Module, input, kwargs: dict, output):
-        """Called by KVPress' ComposedPress, which never enters this press' own context: warn that nothing is compressed."""
+        """Called by KVPress' ComposedPress, which never enters this press' own context: warn that it does nothing."""
         warnings.warn(
             f"{type(self).__name__} compresses only as the outermost press: inside ComposedPress it leaves the cache "
             f"uncompressed. Use `with press(model):` directly",
@@ -161,7 +161,7 @@ class SealingPress(BasePress):
     def seal(
         self, model, cache, scores: Scores, *, prefix_length: int = 0, attention_mask: Tensor | None = None, beams=1
     ):
-        """Seal a prefilled cache with scores that are already there, for instance to try several settings on one prompt.
+        """Seal a prefilled cache with scores that are already there, say to try several settings on one prompt.
 
         Parameters
         ----------
@@ -271,7 +271,7 @@ class _Session:
             del attention.rotary_emb
 
     def before_forward(self, module: nn.Module, args, kwargs: dict) -> None:
-        """See whether this forward pass is the prefill, and refuse caches that cannot be sealed before it is paid for."""
+        """See whether this forward pass is the prefill, and refuse caches that cannot be sealed before it runs."""
         if self.busy:
             return
         cache = _cache_argument(kwargs)
@@ -358,8 +358,8 @@ def refuse_soft_capping(config) -> None:
     text = config.get_text_config(decoder=True)
     if getattr(text, "attn_logit_softcapping", None) is not None:
         raise NotImplementedError(
-            f"attn_logit_softcapping={text.attn_logit_softcapping}: the certificate needs weights exp(<k, q>), soft-capped "
-            f"attention has none; use the model without VerKV"
+            f"attn_logit_softcapping={text.attn_logit_softcapping}: the certificate needs weights exp(<k, q>), "
+            f"soft-capped attention has none; use the model without VerKV"
         )
 
 

@@ -12,19 +12,20 @@ from verkv.stats import FetchStats
 class VerKVPress(PoissonCompPress):
     """Compress the prompt's cache; at every step certify each head's softmax denominator, and fetch what is missing.
 
-    The full cache stays in host memory. On the device stay a Poisson sample, a sketch of the keys and one byte a token. For
-    every query head, a Bernstein bound on the relative error of the denominator is computed; where it is not below
-    ``epsilon``, the fewest tokens that bring it there are made exact, from the host if they are not resident.
+    The full cache stays in host memory. On the device stay a Poisson sample, a sketch of the keys and one byte a
+    token. For every query head, a Bernstein bound on the relative error of the denominator is computed; where it is
+    not below ``epsilon``, the fewest tokens that bring it there are made exact, from the host if they are not
+    resident.
 
-    "Verified" means: for a query fixed before the draw, the denominator's relative error exceeds epsilon with probability
-    at most delta, *given exact weights* (Lemma 1, Theorem 2 of [1]_). With a sketch it holds as far as measured; ``audit``
-    measures it.
+    "Verified" means: for a query fixed before the draw, the denominator's relative error exceeds epsilon with
+    probability at most delta, *given exact weights* (Lemma 1, Theorem 2 of [1]_). With a sketch it holds as far as
+    measured; ``audit`` measures it.
 
     Parameters
     ----------
     press, compression_ratio, n_sink, n_local, alpha, budget_scope, seed, audit
-        As in :class:`~verkv.presses.poissoncomp_press.PoissonCompPress`. The sketch and the byte per token are paid from the
-        budget.
+        As in :class:`~verkv.presses.poissoncomp_press.PoissonCompPress`. The sketch and the byte per token are paid
+        from the budget.
     sketch : {"rope_pair", "exact"} or Sketch
         "rope_pair" is the paper's deployable 2-bit sketch; "exact" its perfect sketch, an oracle that reads host keys.
     epsilon : float > 0
@@ -36,8 +37,8 @@ class VerKVPress(PoissonCompPress):
     shrinkage : {"binary", "optimal"}
         Appendix A.2 or Definition 2.
     paper : bool
-        Plan as in Appendix A.1, with the exact weights of everything that is resident. The plan then depends on the draw,
-        which the theorem forbids and which costs adherence; False plans blind to the draw.
+        Plan as in Appendix A.1, with the exact weights of everything that is resident. The plan then depends on the
+        draw, which the theorem forbids and which costs adherence; False plans blind to the draw.
     record_bounds : bool
         Keep the bound of every decision in the statistics.
 
@@ -90,8 +91,8 @@ class VerKVPress(PoissonCompPress):
         notes = super()._notes(expected, variance, sketch)
         if sketch.is_oracle:
             notes.append(
-                "the exact sketch is an oracle: it reads all host keys, which KV read leaves out, and it is charged to the "
-                "budget as the 2-bit sketch although it keeps nothing on the device"
+                "the exact sketch is an oracle: it reads all host keys, which KV read leaves out, and it is charged to "
+                "the budget as the 2-bit sketch although it keeps nothing on the device"
             )
         if self.paper:
             notes.append("paper=True: the plan uses the exact weights of sampled tokens and so depends on the draw")

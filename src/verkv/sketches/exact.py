@@ -12,9 +12,9 @@ from verkv.sketches.rope_pair import RopePairSketch
 class ExactSketch:
     """Score all tokens with their exact keys, read from host memory.
 
-    It shows what a sketch without error would give. To make its samples comparable with the 2-bit sketch's it is charged
-    to the memory budget as that one is (``charged_as``), although it keeps nothing on the device, and its key reads are
-    left out of the KV read statistics. Both are said in the statistics' notes.
+    It shows what a sketch without error would give. To make its samples comparable with the 2-bit sketch's it is
+    charged to the memory budget as that one is (``charged_as``), although it keeps nothing on the device, and its key
+    reads are left out of the KV read statistics. Both are said in the statistics' notes.
 
     Parameters
     ----------

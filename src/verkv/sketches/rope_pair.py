@@ -16,9 +16,9 @@ class RopePairSketch:
     """Keep the channel pairs of largest mean key energy, quantised to 2 bits per group of tokens, A.1 of [1]_.
 
     RoPE rotates within a pair, so a pair's share of <k, q> does not depend on the position and the choice needs no
-    queries. Each kept channel is quantised uniformly between the minimum and the maximum of each group of tokens. Codes are
-    packed four to a byte; zero and scale are float16. At head dim 128 codes and parameters are 9 of a bf16 cache's 512
-    bytes a token, 1.76 %.
+    queries. Each kept channel is quantised uniformly between the minimum and the maximum of each group of tokens.
+    Codes are packed four to a byte; zero and scale are float16. At head dim 128 codes and parameters are 9 of a bf16
+    cache's 512 bytes a token, 1.76 %.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ class RopePairSketch:
 
     def _n_channels(self, head_dim: int) -> int:
         """A multiple of four, so that codes fill whole bytes."""
-        n_channels = int(round(head_dim * self.fraction / CODES_PER_BYTE)) * CODES_PER_BYTE
+        n_channels = round(head_dim * self.fraction / CODES_PER_BYTE) * CODES_PER_BYTE
         return min(max(n_channels, CODES_PER_BYTE), head_dim - head_dim % CODES_PER_BYTE)
 
     def _choose_channels(self, keys: Tensor) -> Tensor:
