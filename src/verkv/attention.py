@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Attention implementations compute with these; anything that does so on a handle would silently see the tail only.
+# Attention implementations compute with these; one that does so on a handle would silently see the tail only.
 # fmt: off
 _COMPUTING = frozenset({
-    "__getitem__", "__setitem__", "__matmul__", "add", "baddbmm", "bmm", "cat", "clone", "contiguous", "einsum", "expand",
-    "flatten", "flex_attention", "float", "matmul", "mul", "permute", "repeat", "repeat_interleave", "reshape",
-    "scaled_dot_product_attention", "split", "to", "transpose", "unsqueeze", "view",
+    "__getitem__", "__setitem__", "__matmul__", "add", "baddbmm", "bmm", "cat", "clone", "contiguous", "einsum",
+    "expand", "flatten", "flex_attention", "float", "matmul", "mul", "permute", "repeat", "repeat_interleave",
+    "reshape", "scaled_dot_product_attention", "split", "to", "transpose", "unsqueeze", "view",
 })
 # fmt: on
 
@@ -57,7 +57,8 @@ def weighted_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, 
 class SealedHandle(torch.Tensor):
     """The keys (or values) a sealed layer returns from ``update``: the tail, with a reference to the layer.
 
-    Reading its shape, dtype or device works; computing with it raises, since it is not the whole cache.
+    Reading its shape, dtype or device works; anything that would make a tensor of it raises, since it is not the whole
+    cache.
     """
 
     layer: object
@@ -71,13 +72,20 @@ class SealedHandle(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in _COMPUTING:
-            raise NotImplementedError(
-                f"a sealed VerKV cache reached an attention implementation that VerKV does not wrap (it called "
-                f"{func.__name__}); load the model with attn_implementation='sdpa', 'eager' or 'flash_attention_2'"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if name not in _COMPUTING:  # refused before it fails for another reason, such as the mask's shape
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if not any(isinstance(r, Tensor) for r in (result if isinstance(result, (list, tuple)) else [result])):
+                return result
+        for argument in (*args, *(kwargs or {}).values()):
+            for handle in argument if isinstance(argument, (list, tuple)) else [argument]:
+                if type(handle) is cls:
+                    handle.layer.undo_update()
+        raise NotImplementedError(
+            f"a sealed VerKV cache reached an attention implementation that VerKV does not wrap (it called {name}); "
+            f"load the model with attn_implementation='sdpa', 'eager' or 'flash_attention_2'"
+        )
 
 
 def wrap_attention_functions() -> None:
@@ -116,9 +124,13 @@ def _wrapped(function: Callable) -> Callable:
     def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
         # kvpress' wrapper passes `dropout` as the sixth positional argument
         if type(key) is SealedHandle:
-            _refuse_unsupported(module, kwargs)
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return key.layer.attend(query, attention_mask, scaling), None
+            try:
+                _refuse_unsupported(module, kwargs)
+                return key.layer.attend(query, attention_mask, scaling), None
+            except BaseException:
+                key.layer.undo_update()
+                raise
         observer = _observer.get()
         if observer is not None:
             observer(module, query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from verkv.attention import SealedHandle, wrap_attention_functions
 from verkv.context import SealedContext, SealPlan
 from verkv.stats import FetchStats, MemoryReport, memory_report
-from verkv.window import WindowLayer
+from verkv.window import WindowLayer, refuse_half_a_forward
 
 # transformers >= 5.24 crops by a (negative) number of tokens to remove; before, by the length to keep.
 _CROP_TAKES_REMOVED = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
@@ -77,6 +77,7 @@ class VerKVLayer(DynamicLayer):
         self.context: SealedContext | None = None
         self._siblings: list = []
         self._index = 0
+        self._length_before = 0
         super().__init__()
 
     @classmethod
@@ -96,25 +97,24 @@ class VerKVLayer(DynamicLayer):
         """Whether the context has been split over device and host."""
         return self.context is not None
 
-    def seal(self, plan: SealPlan, index: int, siblings: list, stats: FetchStats) -> None:
+    def join(self, siblings: list, index: int) -> None:
+        """Get to know all layers of the cache and the own place, to tell whether a forward pass was cut short."""
+        self._siblings, self._index = siblings, index
+
+    def seal(self, plan: SealPlan, stats: FetchStats) -> None:
         """Split the context as planned; the device's full copy is freed.
 
         Parameters
         ----------
         plan : SealPlan
-        index : int
-            Place of the layer in the cache.
-        siblings : list
-            All layers of the cache, to tell whether a later forward pass was cut short.
         stats : FetchStats
             Shared by the cache's layers.
         """
         wrap_attention_functions()
         keys, values = self._keys[:: plan.beams], self._values[:: plan.beams]
-        self.context = SealedContext(keys, values, plan, index, stats)
+        self.context = SealedContext(keys, values, plan, self._index, stats)
         batch = self._keys.shape[0]
         self._keys = self._values = None
-        self._siblings, self._index = siblings, index
         self._clear_tail(batch)
 
     def unseal(self) -> None:
@@ -140,12 +140,19 @@ class VerKVLayer(DynamicLayer):
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Attention of the tokens just added; (B, Hq, Tq, d) -> (B, Tq, Hq, d), as attention functions return it."""
-        try:
-            output = self.context.attend(query, self.tail_keys, self.tail_values, mask, scaling)
-        except BaseException:
-            self._roll_back_forward(self.get_seq_length() - query.shape[2])
-            raise
+        output = self.context.attend(query, self.tail_keys, self.tail_values, mask, scaling)
         return output.transpose(1, 2).contiguous()
+
+    def undo_update(self) -> None:
+        """Take back what a failed forward pass has appended to this and the layers before it."""
+        for layer in self._siblings:
+            if layer.get_seq_length() > self._length_before:
+                layer.roll_back_to(self._length_before)
+        self.context.stats.drop_pass_until(self._index)
+
+    def roll_back_to(self, length: int) -> None:
+        """Keep the first ``length`` tokens, whatever transformers' convention for :meth:`crop` is."""
+        self._crop_to(length)
 
     # --- what transformers calls ------------------------------------------------------------------------------------
 
@@ -169,9 +176,10 @@ class VerKVLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append tokens; returns what the attention function gets as keys and values."""
+        refuse_half_a_forward(self._siblings, self._index, key_states.shape[2])
         if not self.sealed:
             return super().update(key_states, value_states, *args, **kwargs)
-        self._refuse_half_a_forward(key_states.shape[2])
+        self._length_before = self.get_seq_length()
         self.tail_keys = torch.cat([self.tail_keys, key_states], dim=2)
         self.tail_values = torch.cat([self.tail_values, value_states], dim=2)
         return SealedHandle.wrap(self.tail_keys, self), SealedHandle.wrap(self.tail_values, self)
@@ -265,31 +273,6 @@ class VerKVLayer(DynamicLayer):
     def _index_tail(self, indices: Tensor) -> None:
         indices = indices.to(self.tail_keys.device)
         self.tail_keys, self.tail_values = self.tail_keys[indices], self.tail_values[indices]
-
-    def _roll_back_forward(self, length: int) -> None:
-        """Take back what a failed forward pass has appended to this and the layers before it."""
-        for layer in self._siblings:
-            if isinstance(layer, VerKVLayer):
-                layer._crop_to(length)
-            elif layer.get_seq_length() > length:
-                layer.crop(
-                    length
-                    if isinstance(layer, WindowLayer) or not _CROP_TAKES_REMOVED
-                    else length - layer.get_seq_length()
-                )
-        self.context.stats.drop_pass_until(self._index)
-
-    def _refuse_half_a_forward(self, n_new: int) -> None:
-        """Raise if an interrupted forward pass left the layers with different lengths."""
-        length = self.get_seq_length()
-        for i, layer in enumerate(self._siblings):
-            expected = length + n_new if i < self._index else length
-            if i != self._index and layer.get_seq_length() != expected:
-                raise ValueError(
-                    f"the cache holds half a forward pass: layer {i} has {layer.get_seq_length()} tokens instead of "
-                    f"{expected}. An earlier forward pass was interrupted; call "
-                    f"cache.crop({min(s.get_seq_length() for s in self._siblings)}) or cache.reset()"
-                )
 
 
 class VerKVCache(Cache):
@@ -390,12 +373,16 @@ def seal_cache(cache, plans: dict[int, SealPlan], stats: FetchStats) -> None:
     stats : FetchStats
         Gets the layers and bytes; also set as ``cache.stats``.
     """
+    for index, layer in enumerate(cache.layers):  # all: those that stay as they are must roll back and reset, too
+        if type(layer) is DynamicLayer:
+            layer = cache.layers[index] = VerKVLayer.adopt(layer)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            layer = cache.layers[index] = WindowLayer.adopt(layer)
+        layer.join(cache.layers, index)
     sealed: list[int] = []
     try:
         for index in sorted(plans):
-            if type(cache.layers[index]) is DynamicLayer:
-                cache.layers[index] = VerKVLayer.adopt(cache.layers[index])
-            cache.layers[index].seal(plans[index], index, cache.layers, stats)
+            cache.layers[index].seal(plans[index], stats)
             sealed.append(index)
     except BaseException:
         if all(cache.layers[i].context.host is not None for i in sealed):
@@ -404,9 +391,7 @@ def seal_cache(cache, plans: dict[int, SealPlan], stats: FetchStats) -> None:
         else:
             cache.reset()
         raise
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            layer = cache.layers[index] = WindowLayer.adopt(layer)
+    for layer in cache.layers:
         if isinstance(layer, WindowLayer):
             layer.mark_context()
     stats.sealed_layers = tuple(sealed)

@@ -50,7 +50,9 @@ class SealPlan:
 class SealedContext:
     """A context split over device and host, and the attention of later queries over it."""
 
+    @torch.no_grad()  # rows and host copy of a prefill with gradients would hold its graph
     def __init__(self, keys: Tensor, values: Tensor, plan: SealPlan, layer_idx: int, stats: FetchStats):
+        assert plan.codes.shape == keys.shape[:3], f"codes {tuple(plan.codes.shape)} for keys {tuple(keys.shape)}"
         self.layer_idx, self.stats = layer_idx, stats
         self.fetch, self.audit, self.beams = plan.fetch, plan.audit, plan.beams
         self.n_contexts, self.n_kv_heads, self.n_tokens, _ = keys.shape
@@ -171,95 +173,88 @@ class SealedContext:
         record: LayerRecord,
     ) -> "_Promotion":
         """Algorithm 2 for all query rows; the union over a KV head's rows is read and exact for each of them."""
-        flat_rows = rows.flatten(1, 2)  # (N, R, d)
-        resident_logits, tail_lse = resident_logits.flatten(1, 2), tail_lse.flatten(1, 2)
-        n_rows = flat_rows.shape[1]
+        rows, resident_logits, tail_lse = rows.flatten(1, 2), resident_logits.flatten(1, 2), tail_lse.flatten(1, 2)
         resident = (self.codes & RESIDENT_BIT) != 0  # (N, T)
         levels = self.codes & LEVEL_MASK
         residual = levels > 0
         inclusion_probs = decode_inclusion_probs(levels)
-        units, positions = resident.nonzero(as_tuple=True)  # in the order of the resident rows
-
-        planning = self._planning_logits(
-            flat_rows, resident_logits, is_row, units, positions, residual, scaling, record
-        )
+        chunks = row_chunks(self.n_units, rows.shape[1], self.n_tokens)
+        known = self._known_tokens(rows, chunks, resident, residual, is_row, record)
 
         # Positions of the padded resident rows; slots that are no row point at token 0 and are masked by is_row.
-        slot_positions = torch.zeros_like(is_row, dtype=torch.long).masked_scatter(is_row, positions)
+        slot_positions = torch.zeros_like(is_row, dtype=torch.long).masked_scatter(is_row, resident.nonzero()[:, 1])
         union = torch.zeros_like(residual)
-        log_weights, bounds = [], []
-        fetching, n_promoted = [], []
-        for chunk in row_chunks(self.n_units, n_rows, self.n_tokens):
-            decision = decide(planning[:, chunk], tail_lse[:, chunk], inclusion_probs, residual, self.fetch)
+        log_shrinkage, bounds, fetching, n_promoted = [], [], [], []
+        for chunk in chunks:
+            planning = self._planning_logits(rows[:, chunk], resident_logits[:, chunk], known, scaling)
+            decision = decide(planning, tail_lse[:, chunk], inclusion_probs, residual, self.fetch)
             union |= decision.promoted.any(1)
-            where = slot_positions[:, None].expand(-1, decision.shrinkage.shape[1], -1)
-            log_weights.append(decision.shrinkage.gather(-1, where).log())
+            slots = slot_positions[:, None].expand(-1, planning.shape[1], -1)
+            log_shrinkage.append(decision.shrinkage.gather(-1, slots).log())
             bounds.append(decision.error_bound)
             n_promoted.append(decision.n_promoted)
             fetching.append((decision.promoted & ~resident[:, None]).any(-1))
 
-        exact = union.gather(1, slot_positions) | ((levels == 0).gather(1, slot_positions))  # (N, S)
-        from_sample = torch.cat(log_weights, 1) - inclusion_probs.gather(1, slot_positions).log()[:, None]
-        log_weight = torch.where(exact[:, None], 0.0, from_sample)
-        log_weight = torch.where(is_row[:, None], log_weight, -torch.inf)
+        is_exact = (union | (levels == 0)).gather(1, slot_positions)  # (N, S)
+        log_probs = inclusion_probs.gather(1, slot_positions).log()
+        log_weights = torch.where(is_exact[:, None], 0.0, torch.cat(log_shrinkage, 1) - log_probs[:, None])
+        log_weights = torch.where(is_row[:, None], log_weights, -torch.inf)
 
-        fetched_units, fetched_positions = (union & ~resident).nonzero(as_tuple=True)
-        record.fetched = len(fetched_units)
-        record.bytes_read += len(fetched_units) * self.host.row_bytes
+        units, positions = (union & ~resident).nonzero(as_tuple=True)
+        record.fetched = len(units)
+        record.bytes_read += len(units) * self.host.row_bytes
         self._record_decisions(record, fetching, n_promoted, bounds, (union & ~resident).any(-1))
-        return _Promotion(
-            log_weight,
-            fetched_units,
-            self.host.read_keys(fetched_units, fetched_positions, self.device),
-            self.host.read_values(fetched_units, fetched_positions, self.device),
-        )
+        keys = self.host.read_keys(units, positions, self.device)
+        values = self.host.read_values(units, positions, self.device)
+        return _Promotion(log_weights, units, keys, values)
 
-    def _planning_logits(
+    def _known_tokens(
         self,
         rows: Tensor,
-        resident_logits: Tensor,
-        is_row: Tensor,
-        units: Tensor,
-        positions: Tensor,
+        chunks: list[slice],
+        resident: Tensor,
         residual: Tensor,
-        scaling: float,
+        is_row: Tensor,
         record: LayerRecord,
-    ) -> Tensor:
-        """Logits to plan with, (N, R, T): the sketch's, exact where a rule blind to the draw allows it.
+    ) -> "_KnownTokens":
+        """The tokens whose exact weight may enter the plan, chosen by a rule that is blind to the draw.
 
-        Those are tokens with r = 1 and shortlisted ones. Sampled residual tokens are resident, too, but their exact
-        weight would tell the plan which of them were drawn; ``paper=True`` does so all the same.
+        Those are tokens with r = 1 and shortlisted ones. Sampled residual tokens are resident, too, but their weight
+        would tell the plan which of them were drawn; ``paper=True`` uses it all the same, and shortlists others.
         """
-        per_head = rows.unflatten(0, (self.n_contexts, self.n_kv_heads))
-        planning = self.sketch.logits(per_head).flatten(0, 1) * scaling
-        present = residual | ((self.codes & RESIDENT_BIT) != 0)
-        planning = planning.masked_fill(~present[:, None], -torch.inf)
-        if self.sketch.is_oracle:
-            return planning
+        if self.sketch.is_oracle:  # it is exact already
+            nothing = torch.zeros_like(residual)
+            units, positions = nothing.nonzero(as_tuple=True)
+            keys = pad_rows(rows.new_zeros(0, self.key_dim), units, self.n_units)
+            return _KnownTokens(nothing, is_row & False, units, positions, *keys)
+        candidates = residual & ~resident if self.fetch.paper else residual
+        best = torch.stack([self._sketch_logits(rows[:, chunk]).amax(1) for chunk in chunks]).amax(0)
+        chosen = shortlist(best[:, None], candidates, self.fetch.shortlist)
+        exact_residents = resident if self.fetch.paper else resident & (~residual | chosen)
+        units, positions = (chosen & ~resident).nonzero(as_tuple=True)
+        record.shortlisted = len(units)
+        record.bytes_read += len(units) * self.host.key_row_bytes
+        slot_is_exact = is_row.masked_scatter(is_row, exact_residents[resident])
+        keys = pad_rows(self.host.read_keys(units, positions, self.device), units, self.n_units)
+        return _KnownTokens(exact_residents, slot_is_exact, units, positions, *keys)
 
-        by_token = planning.mT  # a view (N, T, R): rows of it are written token by token
-        known = resident_logits.mT[is_row]  # (M, R)
-        row_is_exact = torch.ones_like(units, dtype=torch.bool) if self.fetch.paper else ~residual[units, positions]
-        by_token[units[row_is_exact], positions[row_is_exact]] = known[row_is_exact]
-
-        candidates = residual.clone()
-        if self.fetch.paper:
-            candidates[units, positions] = False
-        chosen = shortlist(planning, candidates, self.fetch.shortlist)
-        row_is_chosen = chosen[units, positions]
-        by_token[units[row_is_chosen], positions[row_is_chosen]] = known[row_is_chosen]
-        chosen[units, positions] = False  # what is left is not resident and has to be read
-        read_units, read_positions = chosen.nonzero(as_tuple=True)
-        keys = self.host.read_keys(read_units, read_positions, self.device)
-        exact = torch.bmm(rows[read_units], keys.float()[..., None]).squeeze(-1) if len(keys) else keys.new_zeros(0, 1)
-        by_token[read_units, read_positions] = exact * scaling
-        record.shortlisted = len(read_units)
-        record.bytes_read += len(read_units) * self.host.key_row_bytes
+    def _planning_logits(self, rows: Tensor, resident_logits: Tensor, known: "_KnownTokens", scaling: float) -> Tensor:
+        """Logits to plan with, (N, R, T): the sketch's, exact for known tokens, -inf at absent ones."""
+        planning = self._sketch_logits(rows) * scaling
+        planning = planning.masked_fill((self.codes == 0)[:, None], -torch.inf)
+        by_token = planning.mT  # a view (N, T, R): known tokens are written row by row
+        by_token[known.residents] = resident_logits.mT[known.resident_slots]
+        read_logits = rows @ known.keys.float().mT * scaling  # (N, R, S')
+        by_token[known.units, known.positions] = read_logits.mT[known.is_key]
         return planning
+
+    def _sketch_logits(self, rows: Tensor) -> Tensor:
+        """Unscaled logits of all tokens, (N, R, d) -> (N, R, T)."""
+        return self.sketch.logits(rows.unflatten(0, (self.n_contexts, self.n_kv_heads))).flatten(0, 1)
 
     def _log_inverse_probs(self, index: Tensor, is_row: Tensor) -> Tensor:
         """Horvitz-Thompson log-weights -log r of the padded rows, (N, S), -inf where there is no row."""
-        levels = (self.rows.codes[index] & LEVEL_MASK).float() if len(self.rows.codes) else is_row.float()
+        levels = (self.rows.codes[index] & LEVEL_MASK).float()
         return torch.where(is_row, levels * LOG_PER_LEVEL, -torch.inf)
 
     def _tail_bias(self, mask: Tensor | None, query: Tensor, n_tail: int) -> Tensor:
@@ -306,14 +301,17 @@ class SealedContext:
         """Compare with exact attention over the host's copy: the denominator and the output of every decision."""
         keys = self.host.keys.to(self.device).flatten(0, 1)[:, None]
         values = self.host.values.to(self.device).flatten(0, 1)[:, None]
-        padding = (
-            torch.arange(self.n_tokens, device=self.device) < self.n_padding.repeat_interleave(self.n_kv_heads)[:, None]
-        )
-        logits = (rows @ keys.float().mT * scaling).masked_fill(padding[:, None, None], -torch.inf)
-        exact_output, exact_lse = weighted_attention([(logits, values), (tail_logits, tail_values)])
-        record.relative_error = self._per_decision((lse - exact_lse).expm1().abs(), query)
-        norm = exact_output.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        record.output_error = self._per_decision((output - exact_output).norm(dim=-1) / norm, query)
+        position = torch.arange(self.n_tokens, device=self.device)
+        padding = position < self.n_padding.repeat_interleave(self.n_kv_heads)[:, None]
+        relative_errors, output_errors = [], []
+        for chunk in row_chunks(self.n_units * self.beams, rows.shape[2], self.n_tokens):
+            logits = (rows[:, :, chunk] @ keys.float().mT * scaling).masked_fill(padding[:, None, None], -torch.inf)
+            exact, exact_lse = weighted_attention([(logits, values), (tail_logits[:, :, chunk], tail_values)])
+            relative_errors.append((lse[:, :, chunk] - exact_lse).expm1().abs())
+            norm = exact.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+            output_errors.append((output[:, :, chunk] - exact).norm(dim=-1) / norm)
+        record.relative_error = self._per_decision(torch.cat(relative_errors, 2), query)
+        record.output_error = self._per_decision(torch.cat(output_errors, 2), query)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 
@@ -384,6 +382,22 @@ class SealedContext:
 
 
 @dataclass(frozen=True)
+class _KnownTokens:
+    """Tokens planned with their exact weight.
+
+    ``residents`` (N, T) and ``resident_slots`` (N, S) mark the same rows by position and by slot of the padded rows.
+    The others were read: unit and position of each (M,), and their keys padded per unit, (N, S', d), with ``is_key``.
+    """
+
+    residents: Tensor
+    resident_slots: Tensor
+    units: Tensor
+    positions: Tensor
+    keys: Tensor
+    is_key: Tensor
+
+
+@dataclass(frozen=True)
 class _Promotion:
     """Log-weights of the resident rows (N, R, S), and the rows that were read: unit of each, key, value."""
 
@@ -397,6 +411,11 @@ def _allowed(mask: Tensor | None, n_total: int) -> Tensor | None:
     """Which tokens each query may see, (B or 1, Tq or 1, T + t) bool, from any mask transformers makes."""
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise NotImplementedError(
+            f"attention_mask of type {type(mask).__name__} is not supported after sealing; load the model with "
+            f"attn_implementation='sdpa', 'eager' or 'flash_attention_2'"
+        )
     if mask.dim() == 2:
         mask = mask[:, None]
     elif mask.dim() == 4 and mask.shape[1] == 1:

@@ -85,8 +85,10 @@ class FetchStats:
     passes: list[list[LayerRecord]] = field(default_factory=list)
 
     def record(self, record: LayerRecord) -> None:
-        """Add a layer's record; the first sealed layer opens a new forward pass."""
+        """Add a layer's record; the first sealed layer opens a new forward pass. One that was cut short is forgotten."""
         if not self.passes or record.layer_idx == self.sealed_layers[0]:
+            if self.passes and len(self.passes[-1]) < len(self.sealed_layers):
+                self.passes.pop()
             self.passes.append([])
         self.passes[-1].append(record)
 
@@ -240,7 +242,8 @@ class MemoryReport:
         Parts charged to the budget: ``row_keys``, ``row_values``, ``row_codes``, ``token_codes``, ``sketch_*``,
         ``row_offsets``. Layers that were not sealed count as ``unsealed``.
     device_uncharged : dict of str to int
-        On the device, but not growing with the context (``sketch_channels``), or new since sealing (``tail``).
+        On the device, but not growing with the context (``sketch_channels``, ``window_states``: what sliding layers can
+        go back to), or new since sealing (``tail``).
     host : dict of str to int
         The full cache, ``host_keys`` and ``host_values``.
     full_bytes : int
@@ -291,6 +294,9 @@ def memory_report(cache) -> MemoryReport:
 def _layer_memory(layer) -> tuple[dict[str, dict[str, int]], int]:
     if getattr(layer, "sealed", False):
         return layer.memory(), layer.full_bytes
+    if hasattr(layer, "sliding_window") and hasattr(layer, "memory"):
+        parts = layer.memory()
+        return parts, parts["device"]["unsealed"]
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     size = sum(t.nbytes for t in (keys, values) if isinstance(t, Tensor))
     return {"device": {"unsealed": size}}, size

@@ -84,7 +84,7 @@ class ResidentRows:
     def padded_index(self) -> tuple[Tensor, Tensor]:
         """Row numbers padded to the fullest unit, (N, S), and which of them are rows."""
         counts = self.offsets.diff()
-        slots = torch.arange(max(1, int(counts.max())), device=self.offsets.device)
+        slots = torch.arange(int(counts.max()), device=self.offsets.device)  # S is 0 if nothing is resident
         is_row = slots < counts[:, None]
         index = (self.offsets[:-1, None] + slots).clamp_max(max(0, len(self.codes) - 1))
         return index, is_row

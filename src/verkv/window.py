@@ -1,4 +1,7 @@
-"""Sliding-window layers beside sealed ones: left as they are, but able to go back to the end of the context."""
+"""Sliding-window layers beside sealed ones: left as they are, but able to go back to the end of the context.
+
+And the check that every layer of a sealed cache makes: whether an earlier forward pass was cut short.
+"""
 
 from dataclasses import dataclass
 
@@ -30,6 +33,24 @@ class WindowKV:
         return WindowKV(self.layer, stop)
 
 
+def refuse_half_a_forward(siblings: list, index: int, n_new: int) -> None:
+    """Raise ValueError if an interrupted forward pass left the layers of a cache with different lengths.
+
+    ``index`` is the layer that is about to append ``n_new`` tokens; those before it have done so.
+    """
+    if not siblings:
+        return
+    length = siblings[index].get_seq_length()
+    for i, layer in enumerate(siblings):
+        expected = length + n_new if i < index else length
+        if layer.get_seq_length() != expected:
+            raise ValueError(
+                f"the cache holds half a forward pass: layer {i} has {layer.get_seq_length()} tokens instead of "
+                f"{expected}. An earlier forward pass was interrupted; call "
+                f"cache.crop({min(s.get_seq_length() for s in siblings)}) or cache.reset()"
+            )
+
+
 class WindowLayer(DynamicSlidingWindowLayer):
     """transformers' sliding-window layer, which remembers its state at the end of the context.
 
@@ -39,6 +60,9 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def __init__(self, sliding_window: int):
         self._context: _Moment | None = None
+        self._before: _Moment | None = None
+        self._siblings: list = []
+        self._index = 0
         super().__init__(sliding_window)
 
     @classmethod
@@ -49,12 +73,17 @@ class WindowLayer(DynamicSlidingWindowLayer):
         adopted._keys, adopted._values = layer.keys, layer.values
         return adopted
 
+    def join(self, siblings: list, index: int) -> None:
+        """Get to know all layers of the cache and the own place, to tell whether a forward pass was cut short."""
+        self._siblings, self._index = siblings, index
+
     def mark_context(self) -> None:
         """Remember the present state as the context's end."""
         self._context = self._now()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append tokens as transformers does."""
+        refuse_half_a_forward(self._siblings, self._index, key_states.shape[2])
         marked, self._context = self._context, None  # plain tensors for the parent class
         self._before = self._now()
         try:
@@ -72,9 +101,22 @@ class WindowLayer(DynamicSlidingWindowLayer):
             finally:
                 self._context = marked
 
+    def roll_back_to(self, length: int) -> None:
+        """Return to the state at that length, whatever transformers' convention for :meth:`crop` is."""
+        if not self._go_back(length):
+            raise ValueError(f"a sliding layer cannot go back to {length} tokens; reset the cache")
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes by tier and part: the window itself, and the states it can go back to."""
+        moments = [m for m in (self._context, self._before) if m is not None and m.keys is not None]
+        now = {id(t): t.nbytes for t in (self._keys, self._values) if t is not None}
+        remembered = {id(t): t.nbytes for m in moments for t in (m.keys, m.values) if id(t) not in now}
+        states = sum(remembered.values()) + self._sliding_window_tensor.nbytes
+        return {"device": {"unsealed": sum(now.values())}, "device_uncharged": {"window_states": states}}
+
     def reset(self) -> None:
         """Forget everything."""
-        self._context, self._before = None, None
+        self._context, self._before, self._siblings = None, None, []
         self._keys, self._values, self.is_initialized, self.cumulative_length = None, None, False, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -106,8 +148,6 @@ class WindowLayer(DynamicSlidingWindowLayer):
     @values.setter
     def values(self, value):
         self._assign("_values", value)
-
-    _before: _Moment | None = None
 
     def _now(self) -> _Moment:
         return _Moment(self._keys, self._values, self.cumulative_length)

@@ -1,5 +1,6 @@
 """The drop of the bound against its definition, and the greedy plan against brute force over every k."""
 
+import itertools
 import math
 
 import pytest
@@ -151,7 +152,9 @@ class TestFetchPlan:
         assert float(plan.error_bound) == pytest.approx(before, rel=1e-12)
         assert float(plan.planned_bound) == pytest.approx(float(bounds[smallest]), rel=1e-12, abs=1e-300)
         assert float(plan.planned_bound) < epsilon <= float(bounds[smallest - 1])
-        assert float(plan.planned_bound) == pytest.approx(float(bound_of(problem, residual & ~plan.promoted)), rel=1e-12)
+        assert float(plan.planned_bound) == pytest.approx(
+            float(bound_of(problem, residual & ~plan.promoted)), rel=1e-12
+        )
 
     @pytest.mark.parametrize("kind", [k for k in KINDS if "tie" not in k])
     @pytest.mark.parametrize("n", [12, 63])
@@ -168,7 +171,7 @@ class TestFetchPlan:
         problem = make_problem(kind, 100)
         before = float(bound_of(problem, problem[3]))
         plans = [fetch_plan(*problem, share * before, DELTA) for share in (1e-6, 0.05, 0.2, 0.5, 0.8)]
-        for tight, loose in zip(plans, plans[1:], strict=False):
+        for tight, loose in itertools.pairwise(plans):
             assert int(tight.n_promoted) >= int(loose.n_promoted)
             assert not bool((loose.promoted & ~tight.promoted).any())
         assert int(plans[0].n_promoted) > int(plans[-1].n_promoted) > 0

@@ -87,7 +87,9 @@ class TestOptimalShrinkage:
             # Columns scaled to unit norm, or the smallest weights are lost beside the largest.
             scale = wa / np.linalg.norm(matrix * wa, axis=0)
             upper = wa / scale
-            solution = lsq_linear(matrix * scale, target, (ra * upper, upper), method="bvls", tol=1e-15, max_iter=10_000)
+            solution = lsq_linear(
+                matrix * scale, target, (ra * upper, upper), method="bvls", tol=1e-15, max_iter=10_000
+            )
             expected = torch.from_numpy(solution.x * scale / wa)
             torch.testing.assert_close(optimal_shrinkage(w, r, residual)[active], expected, rtol=0, atol=1e-6)
 

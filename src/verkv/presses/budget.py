@@ -91,7 +91,7 @@ def token_budget(
 
     short = (allowed_bytes < least_bytes) & ~all_protected
     if bool(short.any()):
-        i = int((least_bytes - allowed_bytes).masked_fill(~short, -torch.inf).argmax())
+        i = int((least_bytes / full_bytes).masked_fill(~short, -torch.inf).argmax())
         parts = {
             f"{int(n_protected[i])} protected tokens (n_sink, n_local, template prefix)": n_protected[i] * row_bytes,
             "sketch": sketch_bytes[i],
@@ -112,7 +112,7 @@ def check_compression_ratio(value: float) -> float:
     except (TypeError, ValueError):
         raise ValueError(f"compression_ratio must be a number in [0, 1), got {value!r}; {hint}") from None
     if not 0.0 <= ratio < 1.0:
-        factor = f" (for {value:g}x pass {1 - 1 / ratio:g})" if ratio > 1.0 else ""
+        factor = f" (for {ratio:g}x pass {1 - 1 / ratio:g})" if ratio > 1.0 else ""
         raise ValueError(f"compression_ratio must be in [0, 1), got {value!r}; {hint}{factor}")
     return ratio
 
@@ -124,6 +124,6 @@ def _too_small(compression_ratio: float, n_tokens: int, parts: dict[str, float],
     remedy = f"use compression_ratio <= {largest_ratio}" if largest_ratio > 0 else "leave so short a context as it is"
     listed = ", ".join(f"{name} {share:.2f} %" for name, share in shares.items())
     return (
-        f"compression_ratio={compression_ratio:g} leaves {100 * (1 - compression_ratio):.2f} % of the cache of {n_tokens} "
-        f"tokens, but its fixed parts need {sum(shares.values()):.2f} %: {listed}; {remedy}, or protect fewer tokens"
+        f"compression_ratio={compression_ratio:g} leaves {100 * (1 - compression_ratio):.2f} % of the cache of "
+        f"{n_tokens} tokens, but its fixed parts need {sum(shares.values()):.2f} %: {listed}; {remedy}, or protect fewer tokens"
     )

@@ -35,13 +35,22 @@ class EvictionPress(SealingPress):
     n_sink: int = 4
     audit: bool = False
 
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.n_sink < 0:
+            raise ValueError(f"n_sink must be >= 0, got {self.n_sink}")
+        check_budget_scope(self.budget_scope)
+
     def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
         return self.n_sink, 0  # the methods' own rule; a template's prefix is evicted if its scores are low
 
     def _plans(
         self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
     ) -> tuple[dict[int, SealPlan], list[str]]:
-        check_budget_scope(self.budget_scope)
+        self._check_options()
         budget = token_budget(
             prompt.lengths, prompt.n_protected, self.compression_ratio, geometry, None, token_codes=False, floor=0.0
         )

@@ -41,6 +41,11 @@ class FastKVzipPress(EvictionPress):
     gates: object = field(default=None, repr=False)
     n_local: int | None = None
 
+    def _check_options(self) -> None:
+        super()._check_options()
+        if self.n_local is not None and self.n_local < 0:
+            raise ValueError(f"n_local must be >= 0, got {self.n_local}")
+
     def source(self) -> "GateSource":
         """A fresh gate scorer."""
         return GateSource(self.gates)
@@ -90,7 +95,7 @@ class GateSource:
         """The gate's score of every token of one layer, (B, Hkv, T). Gates read one row at a time."""
         hidden = kwargs["hidden_states"]
         gate = self.gates[module.layer_idx].to(hidden.device)
-        dtype = next(gate.parameters()).dtype
+        dtype = next(getattr(gate, "q_proj", gate).parameters()).dtype  # not that of k_base, which is always float32
         scores = torch.cat([gate(row[None].to(dtype)) for row in hidden])
         if scores.shape[1] != layer.keys.shape[1]:
             raise ValueError(
@@ -117,7 +122,8 @@ def load_gates(path: str | Path) -> list[nn.Module]:
     if not Path(path).is_file():
         raise ValueError(f"gates={str(path)!r} is not a file")
     # The authors' files hold numpy scalars beside the tensors; these types, and no others, may be unpickled.
-    harmless = [(np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"), np.ndarray, np.dtype]
+    rebuild = np._core.multiarray._reconstruct  # called numpy.core... in files that numpy 1 wrote
+    harmless = [rebuild, (rebuild, "numpy.core.multiarray._reconstruct"), np.ndarray, np.dtype]
     harmless += [np.dtypes.Float64DType, np.dtypes.Float32DType]
     try:
         with torch.serialization.safe_globals(harmless):
@@ -144,8 +150,8 @@ def download_gates(config) -> list[nn.Module]:
         path = hf_hub_download(repo_id=HUB_REPOSITORY, filename=filename, repo_type="model")
     except Exception as error:
         raise ValueError(
-            f"no Fast KVzip gates for {config.name_or_path!r}: {HUB_REPOSITORY} has no {filename}, or cannot be reached; "
-            f"pass FastKVzipPress(gates=FILE), or use KVzipPress(), which needs no training"
+            f"no Fast KVzip gates for {config.name_or_path!r}: {HUB_REPOSITORY} has no {filename}, or cannot be "
+            f"reached; pass FastKVzipPress(gates=FILE), or use KVzipPress(), which needs no training"
         ) from error
     return load_gates(path)
 

@@ -1,5 +1,6 @@
 """KVzip scores: the largest attention a token receives while the model repeats its context (arXiv:2505.23416)."""
 
+import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,7 @@ from verkv.attention import observe_attention
 from verkv.cache import layer_kinds
 from verkv.presses.eviction_press import EvictionPress
 from verkv.presses.scores import Scores
+from verkv.presses.sealing_press import left_padding
 
 FIRST_PROMPT = "\n\nRepeat the previous context exactly."
 NEXT_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -88,8 +90,22 @@ class ReplaySource:
         """
         if input_ids is None:
             raise ValueError("KVzip repeats the prompt and needs input_ids; inputs_embeds alone cannot be scored")
+        batch, n_tokens = input_ids.shape
+        n_padding = left_padding(attention_mask, batch, n_tokens)
+        if not bool(n_padding.any()):
+            return self._replay_all(model, cache, input_ids)
+        # Rows of different lengths have their sinks and chunks at different places: one by one, each without its padding.
+        scores: dict[int, list[Tensor]] = {}
+        for row, pad in enumerate(n_padding.tolist()):
+            row_scores = self._replay_all(model, _row_of(cache, row, n_tokens - pad), input_ids[row : row + 1, pad:])
+            for i, score in row_scores.items():
+                scores.setdefault(i, []).append(nn.functional.pad(score, (pad, 0)))
+        return {i: torch.cat(rows) for i, rows in scores.items()}
+
+    def _replay_all(self, model, cache, input_ids: Tensor) -> Scores:
+        """Scores of rows without padding."""
         n_tokens = input_ids.shape[1]
-        prefix = min(self.prefix_length, n_tokens)
+        prefix = self.prefix_length if self.prefix_length < n_tokens else 0
         kinds = layer_kinds(model.config)
         recorder = _ReplayRecorder(n_tokens, self.n_sink, {i for i, k in enumerate(kinds) if k == "full_attention"})
         backbone = getattr(model, "model", None) or model.base_model
@@ -99,7 +115,7 @@ class ReplaySource:
                 chunk = input_ids[:, start : start + self.chunk_size]
                 recorder.chunk = slice(start, start + chunk.shape[1])
                 replay = torch.cat([self._prompt(previous, input_ids), chunk], dim=1)
-                _replay(backbone, cache, replay, n_tokens, attention_mask)
+                _replay(backbone, cache, replay)
                 previous = chunk
         return recorder.scores
 
@@ -144,15 +160,22 @@ class _ReplayRecorder:
         self.scores[module.layer_idx][..., self.chunk] = best.exp()
 
 
-def _replay(backbone: nn.Module, cache, replay: Tensor, n_tokens: int, attention_mask: Tensor | None) -> None:
+def _row_of(cache, row: int, n_tokens: int):
+    """A cache of one row's last ``n_tokens`` tokens, which are views of the cache's; sliding layers hold fewer."""
+    alone = copy.copy(cache)
+    alone.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in alone.layers:
+        layer.keys, layer.values = (t[row : row + 1, :, -n_tokens:] for t in (layer.keys, layer.values))
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = n_tokens
+    return alone
+
+
+def _replay(backbone: nn.Module, cache, replay: Tensor) -> None:
     """Run the replay on top of the cache, then take its tokens out again, also if it fails."""
-    kwargs = {}
-    if attention_mask is not None:
-        mask = torch.cat([attention_mask, attention_mask.new_ones(replay.shape)], dim=1)
-        kwargs = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1)[:, n_tokens:]}
     before = [_layer_state(layer) for layer in cache.layers]
     try:
-        backbone(input_ids=replay, past_key_values=cache, use_cache=True, **kwargs)
+        backbone(input_ids=replay, past_key_values=cache, use_cache=True)
     finally:
         for layer, state in zip(cache.layers, before, strict=True):
             layer.keys, layer.values = state[0], state[1]

@@ -71,7 +71,6 @@ class SealingPress(BasePress):
     def __post_init__(self):
         self._stats: FetchStats | None = None
         self._cache_ref = None
-        self._busy = False
 
     def __setattr__(self, name: str, value) -> None:
         if name == "compression_ratio":
@@ -90,7 +89,7 @@ class SealingPress(BasePress):
         """The plan of every layer and notes for the statistics."""
         raise NotImplementedError
 
-    def _n_protected_ends(self, n_tokens: int, source: ScoreSource) -> tuple[int, int]:
+    def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
         """How many leading and trailing tokens are always kept."""
         raise NotImplementedError
 
@@ -153,10 +152,11 @@ class SealingPress(BasePress):
                 source.prepare(model)
             session = _Session(self, model, kinds, source)
             backbone = getattr(model, "model", None) or model.base_model
+            stack.callback(session.remove_rotary_embeddings)
             for handle in session.register(backbone):
                 stack.callback(handle.remove)
-            stack.callback(session.remove_rotary_embeddings)
             yield
+            session.seal_postponed()
 
     def seal(
         self, model, cache, scores: Scores, *, prefix_length: int = 0, attention_mask: Tensor | None = None, beams=1
@@ -247,10 +247,13 @@ class _Session:
         self.scores: Scores = {}
         self.busy = False  # replays run the model again
         self.is_prefill = False
+        self.has_candidates = False
+        self.postponed: tuple | None = None  # cache, ids and mask of a prefill that is not sealed yet
         self.with_rotary: list[nn.Module] = []
 
     def register(self, backbone: nn.Module):
         """Register the hooks; yields their handles."""
+        yield self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
         yield backbone.register_forward_pre_hook(self.before_forward, with_kwargs=True)
         yield backbone.register_forward_hook(self.after_forward, with_kwargs=True)
         if self.source is None or self.source.on_attention is None:
@@ -270,10 +273,20 @@ class _Session:
         for attention in self.with_rotary:
             del attention.rotary_emb
 
+    def before_model(self, module: nn.Module, args, kwargs: dict) -> None:
+        """See whether candidate tokens may be among the inputs.
+
+        With prompt lookup or an assistant model ``generate`` guesses tokens before the prefill, asks for their logits, and
+        takes the wrong ones out of the cache again.
+        """
+        n_logits = kwargs.get("logits_to_keep")
+        self.has_candidates = isinstance(n_logits, int) and n_logits > 1
+
     def before_forward(self, module: nn.Module, args, kwargs: dict) -> None:
         """See whether this forward pass is the prefill, and refuse caches that cannot be sealed before it runs."""
         if self.busy:
             return
+        self.seal_postponed()
         cache = _cache_argument(kwargs)
         self.is_prefill = cache is None or cache.get_seq_length() == 0
         if self.is_prefill:
@@ -286,15 +299,20 @@ class _Session:
         """Collect a layer's scores during prefill."""
         if self.busy or not self.is_prefill:
             return
-        layer = _cache_argument(kwargs).layers[module.layer_idx]
+        cache = _cache_argument(kwargs)
+        if cache is None:
+            return  # after_forward says what is wrong
+        layer = cache.layers[module.layer_idx]
         self.scores[module.layer_idx] = self.source.on_attention(module, kwargs, output, layer)
 
-    @torch.no_grad()
     def after_forward(self, module: nn.Module, args, kwargs: dict, output) -> None:
-        """Score what is left to score, and seal."""
-        if self.busy or not self.is_prefill:
+        """Seal after the prefill; later, where candidates may still be taken out of the cache."""
+        if self.busy:
             return
-        self.is_prefill = False
+        is_prefill, self.is_prefill = self.is_prefill, False
+        has_candidates, self.has_candidates = self.has_candidates, False
+        if not is_prefill:
+            return
         cache = _cache_argument(kwargs)
         if cache is None:
             cache = getattr(output, "past_key_values", None)
@@ -304,6 +322,25 @@ class _Session:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else (args[0] if args else None)
         mask = kwargs.get("attention_mask")
         mask = mask if mask is not None and mask.dim() == 2 else None
+        if has_candidates:
+            self.postponed = cache, ids, mask
+        else:
+            self.seal(cache, ids, mask)
+
+    def seal_postponed(self) -> None:
+        """Seal what a prefill with candidates has left in the cache: at the next forward pass or the end of the block."""
+        if self.postponed is None:
+            return
+        (cache, ids, mask), self.postponed = self.postponed, None
+        n_tokens = cache.get_seq_length()
+        if n_tokens > 0:
+            cut = lambda t: None if t is None else t[:, :n_tokens]  # noqa: E731
+            self.scores = {i: score[..., :n_tokens] for i, score in self.scores.items()}
+            self.seal(cache, cut(ids), cut(mask))
+
+    @torch.no_grad()
+    def seal(self, cache, ids: Tensor | None, mask: Tensor | None) -> None:
+        """Score what is left to score, and seal."""
         self.busy = True
         try:
             scores = self.scores

@@ -1,0 +1,159 @@
+"""Figure 5 on a small model: how often the true error of the softmax denominator exceeds epsilon.
+
+Every context is prefilled and scored once; each setting is sealed and audited on that prefix: a question pass and the
+teacher-forced tokens of dense attention's own answer. One JSON line per setting, and a Markdown table at the end.
+
+    python experiments/figure5_adherence.py --output docs/results/figure5_smollm2.jsonl
+"""
+
+import argparse
+import copy
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from verkv import KVzipPress, PoissonCompPress, VerKVPress, __version__
+from verkv.demo import build_task, encode_task
+from verkv.demo_model import demo_model_path
+
+EPSILONS = (0.01, 0.05, 0.1, 0.3)
+PLANS = {  # name: (sketch, paper)
+    "exact sketch": ("exact", False),
+    "2-bit sketch, blind plan": ("rope_pair", False),
+    "2-bit sketch, paper's plan": ("rope_pair", True),
+}
+
+
+@torch.inference_mode()
+def dense_answer(model, cache, question_ids, n_tokens: int) -> torch.Tensor:
+    """Dense attention's greedy answer, (1, n_tokens)."""
+    cache = copy.deepcopy(cache)
+    next_ids, answer = question_ids, []
+    for _ in range(n_tokens):
+        logits = model(input_ids=next_ids, past_key_values=cache, logits_to_keep=1).logits
+        next_ids = logits[:, -1:].argmax(-1)
+        answer.append(next_ids)
+    return torch.cat(answer, 1)
+
+
+@torch.inference_mode()
+def audited_stats(press, model, cache, scores, prefix_length, question_ids, answer_ids):
+    """Seal a copy of the prefix, run the question and the answer on it, return the statistics."""
+    cache = copy.deepcopy(cache)
+    press.seal(model, cache, scores, prefix_length=prefix_length)
+    model(input_ids=question_ids, past_key_values=cache, logits_to_keep=1)
+    for i in range(answer_ids.shape[1]):
+        model(input_ids=answer_ids[:, i : i + 1], past_key_values=cache, logits_to_keep=1)
+    return press.stats
+
+
+def settings(compression_ratio: float, alphas: list[float], seed: int):
+    """Every press to audit, with what identifies it."""
+    common = {"compression_ratio": compression_ratio, "n_sink": 32, "n_local": 32, "seed": seed, "audit": True}
+    for alpha in alphas:
+        yield {"plan": "no fetch", "alpha": alpha}, PoissonCompPress(KVzipPress(), alpha=alpha, **common)
+        for plan, (sketch, paper) in PLANS.items():
+            for epsilon in EPSILONS:
+                press = VerKVPress(
+                    KVzipPress(), alpha=alpha, sketch=sketch, paper=paper, epsilon=epsilon, shortlist=32, **common
+                )
+                yield {"plan": plan, "alpha": alpha, "epsilon": epsilon}, press
+
+
+def result_lines(setting: dict, stats) -> list[dict]:
+    """One result per tolerance; without fetching one run serves them all."""
+    epsilons = [setting["epsilon"]] if "epsilon" in setting else EPSILONS
+    return [
+        setting
+        | {
+            "epsilon": epsilon,
+            "violation_rate": stats.violation_rate(epsilon),
+            "decisions": stats.decisions(),
+            "kv_read_per_forward": stats.kv_read_per_forward,
+            "fetch_rate": stats.fetch_rate(),
+            "output_error_q90": float(stats.output_errors().quantile(0.9)),
+        }
+        for epsilon in epsilons
+    ]
+
+
+def markdown(lines: list[dict]) -> str:
+    """Violations, bytes read and output error by plan, alpha and tolerance, averaged over the contexts."""
+    rows = [
+        "| plan | alpha | | " + " | ".join(f"eps {e:g}" for e in EPSILONS) + " |",
+        "|---" * (3 + len(EPSILONS)) + "|",
+    ]
+    figures = {
+        "violations": ("violation_rate", "{:.2%}"),
+        "KV read per forward pass": ("kv_read_per_forward", "{:.1%}"),
+        "output error, 90th percentile": ("output_error_q90", "{:.3f}"),
+    }
+    for plan, alpha in dict.fromkeys((line["plan"], line["alpha"]) for line in lines):
+        for title, (key, form) in figures.items():
+            cells = []
+            for epsilon in EPSILONS:
+                values = [x[key] for x in lines if (x["plan"], x["alpha"], x["epsilon"]) == (plan, alpha, epsilon)]
+                cells.append(form.format(sum(values) / len(values)))
+            rows.append(f"| {plan} | {alpha:g} | {title} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Run all settings on all contexts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="default: the demo model")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2400, 3200])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.0, 0.3])
+    parser.add_argument("--compression-ratio", type=float, default=0.9375)
+    parser.add_argument("--output", type=Path, default=Path("experiments/results/figure5.jsonl"))
+    options = parser.parse_args()
+
+    name = options.model or str(demo_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name).eval()
+    versions = {"verkv": __version__, "python": platform.python_version()}
+    versions |= {package: version(package) for package in ("torch", "transformers", "kvpress")}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+
+    contexts = [(n, seed) for n in options.tokens for seed in options.seeds]
+    n_settings = len(options.alphas) * (1 + len(PLANS) * len(EPSILONS))
+    lines = []
+    with options.output.open("w") as file, tqdm(total=len(contexts) * n_settings) as bar:
+        for n_tokens, seed in contexts:
+            context_ids, question_ids = encode_task(tokenizer, build_task(tokenizer, n_tokens, seed), model.device)
+            cache, source = DynamicCache(), KVzipPress(tokenizer=tokenizer).source()
+            source.prepare(model)
+            with torch.inference_mode():
+                model.model(input_ids=context_ids, past_key_values=cache)
+                scores = source.after_prefill(model, cache, context_ids, None)
+            answer_ids = dense_answer(model, cache, question_ids, n_tokens=8)
+            for setting, press in settings(options.compression_ratio, options.alphas, seed):
+                stats = audited_stats(press, model, cache, scores, source.prefix_length, question_ids, answer_ids)
+                for line in result_lines(setting, stats):
+                    line |= {
+                        "model": options.model or "SmolLM2-135M-Instruct",
+                        "n_tokens": context_ids.shape[1],
+                        "seed": seed,
+                        "compression_ratio": options.compression_ratio,
+                        "delta": 0.1,
+                        "n_sink": 32,
+                        "n_local": 32,
+                        "shortlist": 32,
+                        "device": str(model.device),
+                        "versions": versions,
+                    }
+                    file.write(json.dumps(line) + "\n")
+                    lines.append(line)
+                file.flush()
+                bar.update()
+    print(markdown(lines))
+
+
+if __name__ == "__main__":
+    main()

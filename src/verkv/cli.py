@@ -1,0 +1,57 @@
+"""The command line: ``verkv demo``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from verkv import __version__
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    if options.command == "demo":
+        return _demo(options)
+    raise AssertionError(options.command)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from verkv.demo import DemoSettings, run_demo
+
+    settings = {name: getattr(options, name) for name in DemoSettings.__dataclass_fields__}
+    try:
+        run_demo(DemoSettings(**settings))
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        print(f"verkv demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="verkv", description="Verifiable KV-cache compression.")
+    parser.add_argument("--version", action="version", version=f"verkv {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo",
+        help="ask one question over a long context with dense attention, KVzip, PoissonComp and VerKV",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--model", help="name or folder of any causal language model (default: SmolLM2-135M-Instruct)")
+    demo.add_argument("--tokens", type=int, default=2400, help="length of the context")
+    demo.add_argument("--compression-ratio", type=float, default=0.9375, help="fraction removed: 16x is 0.9375")
+    demo.add_argument("--epsilon", type=float, default=0.05, help="tolerance of the denominator's relative error")
+    demo.add_argument("--delta", type=float, default=0.1, help="probability with which it may be missed")
+    demo.add_argument("--alpha", type=float, default=0.0, help="defensive mixture of the scores; 0 is the paper")
+    demo.add_argument("--n-sink", type=int, default=32, help="leading tokens always kept")
+    demo.add_argument("--n-local", type=int, default=32, help="trailing context tokens always kept")
+    demo.add_argument("--shortlist", type=int, default=32, help="keys per KV head and step that are scored exactly")
+    demo.add_argument("--max-new-tokens", type=int, default=10, help="length of an answer")
+    demo.add_argument("--seed", type=int, default=0, help="of the context and of the draw")
+    demo.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    demo.add_argument("--output-dir", type=Path, default=Path("outputs"), help="for the picture and the JSON line")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

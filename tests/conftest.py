@@ -1,0 +1,95 @@
+"""Shared fixtures: tiny random models of every supported architecture, the demo model, seeding, the gpu marker."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may depend on a hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # test files cannot import each other
+
+import pytest
+import torch
+
+# Weights of 0.2 instead of 0.02: attention is peaked and logits are of order 1, so that a lost token is seen.
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# YaRN and a query scale that grows with the position: 64 tokens are the unscaled range, so a test's context is longer.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 64.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# Config class, model class, and what differs from TINY.
+ARCHITECTURES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "gemma3": (  # five sliding layers, then a full one
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"num_hidden_layers": 6, "sliding_window": 16, "query_pre_attn_scalar": 24},
+    ),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", {"sliding_window": None, "rope_parameters": YARN}),
+}
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """Factory ``tiny_model(kind, attn_implementation="sdpa", seed=0, **config_overrides)`` of tiny random models.
+
+    Every call builds the model anew, with the same weights for the same arguments, and leaves the random state alone.
+    """
+    import transformers
+
+    def build(kind: str, attn_implementation: str = "sdpa", seed: int = 0, **config_overrides):
+        config_name, model_name, own = ARCHITECTURES[kind]
+        config = getattr(transformers, config_name)(**{**TINY, **own, **config_overrides})
+        config._attn_implementation = attn_implementation
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return getattr(transformers, model_name)(config).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def demo_model():
+    """SmolLM2-135M-Instruct and its tokenizer; mark tests that use it ``real_model``."""
+    import transformers
+
+    from verkv.demo_model import demo_model_path
+
+    path = demo_model_path()
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(path)
