@@ -1,4 +1,4 @@
-"""Weighted attention against a loop, and the hand-off to transformers' attention functions: what is refused, and how."""
+"""Weighted attention against a loop, and the hand-off to transformers' attention functions: what is refused."""
 
 import pytest
 import torch
@@ -56,7 +56,9 @@ def test_weighted_attention_equals_a_loop():
             total, weighted = 0.0, torch.zeros(6, dtype=torch.float64)
             for part, n in enumerate(sizes):
                 for token in range(n):
-                    weight = log_weights[part][unit, 0, token].double().exp() * logits[part][unit, row, token].double().exp()
+                    weight = (
+                        log_weights[part][unit, 0, token].double().exp() * logits[part][unit, row, token].double().exp()
+                    )
                     total += weight
                     weighted += weight * values[part][unit, token].double()
             assert_close(lse[unit, row].double(), torch.as_tensor(total).log(), atol=1e-5, rtol=0)
@@ -119,7 +121,7 @@ def test_foreign_function_is_refused(tiny_model, registry, kind, cache_kind, fun
     for attention in (function, only_last) if kind == "llama" else (only_last,):
         registry["foreign"] = attention
         model.set_attn_implementation("foreign")
-        with pytest.raises(NotImplementedError, match="does not wrap.*attn_implementation='sdpa'"):
+        with pytest.raises(NotImplementedError, match=r"does not wrap.*attn_implementation='sdpa'"):
             forward(model, ids[:, N_CONTEXT:], cache)
         model.set_attn_implementation("sdpa")
         assert lengths(cache) == [N_CONTEXT] * len(cache.layers)
@@ -156,6 +158,7 @@ READING = {
     "stride": lambda h: h.stride(),
     "contiguity": lambda h: h.is_contiguous(),
     "repr": repr,
+    "base": lambda h: h._base is None or True,  # torch.compile asks for it
     "gradient": lambda h: h.requires_grad,
 }
 COMPUTING = {
@@ -188,7 +191,9 @@ COMPUTING = {
 @pytest.mark.parametrize("read", READING.values(), ids=READING)
 def test_reading_a_handle_works(read):
     tail, layer = torch.randn(1, 2, 3, 16), Layer()
-    assert read(SealedHandle.wrap(tail, layer)) == (repr(SealedHandle.wrap(tail, layer)) if read is repr else read(tail))
+    assert read(SealedHandle.wrap(tail, layer)) == (
+        repr(SealedHandle.wrap(tail, layer)) if read is repr else read(tail)
+    )
     assert layer.undone == 0
 
 

@@ -109,7 +109,9 @@ def test_tiny_epsilon_fetches_everything_and_reproduces_dense_logits(tiny_model,
         for record in records:
             codes = sampled_codes(shape, seed=record.layer_idx)
             assert record.fetched == n_absent(codes) > 0
-            n_residual = (codes & 0x7F > 0).sum((0, 2)).repeat_interleave(2) * record.n_queries  # two query heads a KV head
+            n_residual = (codes & 0x7F > 0).sum((0, 2)).repeat_interleave(
+                2
+            ) * record.n_queries  # two query heads a KV head
             assert torch.equal(record.promoted, n_residual)
             assert torch.equal(record.fetching, record.decisions)
             assert (record.shortlisted > 0) == (shortlist > 0 and not sketch.is_oracle)
@@ -143,7 +145,9 @@ def test_demo_model_reproduces_dense_logits(demo_model):
     expected = dense_logits(model, ids)
     cache = prefilled(model, ids, n_context=190)
     stats = seal(model, cache, sampled_codes, fetch=FetchConfig(NEARLY_ZERO), sketch=RopePairSketch())
-    actual = [forward(model, ids[:, 190:197], cache)] + [forward(model, ids[:, i : i + 1], cache) for i in (197, 198, 199)]
+    actual = [forward(model, ids[:, 190:197], cache)] + [
+        forward(model, ids[:, i : i + 1], cache) for i in (197, 198, 199)
+    ]
     assert_close(torch.cat(actual, 1), expected[:, 190:], atol=2e-3, rtol=0.0)  # logits of up to 30
     assert stats.fetch_rate() == 1.0
 
@@ -162,7 +166,9 @@ GENERATION = {
 @pytest.mark.parametrize("kind", ["llama", "ministral3"])
 def test_generate_gives_the_tokens_of_the_dense_cache(tiny_model, kind, cache_kind, mode):
     model = tiny_model(kind)
-    ids = prompt_ids(1, 24).repeat(1, 4)[:, :N_TOTAL]  # repeats, so that prompt lookup finds candidates and rejects some
+    ids = prompt_ids(1, 24).repeat(1, 4)[
+        :, :N_TOTAL
+    ]  # repeats, so that prompt lookup finds candidates and rejects some
     options = {"max_new_tokens": 16, "do_sample": False, **GENERATION[mode]}
     mask = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(), **options)
@@ -597,7 +603,12 @@ def test_sealing_frees_the_full_cache_and_its_graph(tiny_model):
     seal(model, cache, sampled_codes, fetch=FetchConfig(0.1), sketch=RopePairSketch())
     for layer in cache.layers:
         assert layer._keys is None and layer._values is None
-        tensors = [layer.context.host.keys, layer.context.host.values, layer.context.rows.keys, layer.context.rows.values]
+        tensors = [
+            layer.context.host.keys,
+            layer.context.host.values,
+            layer.context.rows.keys,
+            layer.context.rows.values,
+        ]
         assert not any(t.requires_grad for t in [*tensors, *layer.context.sketch.tensors().values()])
 
 

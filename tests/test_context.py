@@ -250,7 +250,7 @@ def test_plan_does_not_depend_on_the_draw(monkeypatch, shortlist, shrinkage, see
     for name in ("shrinkage", "promoted", "n_promoted", "error_bound", "planned_bound"):
         if shortlist == 0:
             assert torch.equal(getattr(first, name), getattr(second, name)), name
-        else:  # a shortlisted key is read from the host or multiplied among the resident rows: the same but for rounding
+        else:  # a shortlisted key is read from the host, or multiplied among the resident rows: equal but for rounding
             assert_close(getattr(first, name), getattr(second, name), rtol=1e-4, atol=1e-6)
     assert_close(first_logits, second_logits, rtol=1e-5, atol=1e-5)
 
@@ -333,7 +333,11 @@ def test_wrong_batch_is_refused():
 @pytest.mark.parametrize("config", ["sample_only", "shortlist"])
 def test_half_precision_rounds_the_output_only(dtype, config):
     """Log-weights in bf16 would be off by 1.6 %: the level 12 is -log r = 1.0397, in bf16 1.0391, level 93 is worse."""
-    p, codes, options = make_problem(dtype=dtype), make_codes(level=93 if config == "sample_only" else LOW), CONFIGS[config]
+    p, codes, options = (
+        make_problem(dtype=dtype),
+        make_codes(level=93 if config == "sample_only" else LOW),
+        CONFIGS[config],
+    )
     codes = torch.where(codes > 0, codes | 0x80, codes)  # keep them all, or none would be at level 93
     actual = attend(sealed(p, codes, **options), p)
     assert actual.dtype == dtype and actual.isfinite().all()
@@ -357,7 +361,9 @@ def test_half_precision_models(tiny_model, kind, dtype):
     cache = make_cache(half.config)
     forward(half, ids[:, :50], cache)
     seal(half, cache)
-    logits = torch.cat([forward(half, ids[:, 50:55], cache), *(forward(half, ids[:, i : i + 1], cache) for i in range(55, 60))], 1)
+    logits = torch.cat(
+        [forward(half, ids[:, 50:55], cache), *(forward(half, ids[:, i : i + 1], cache) for i in range(55, 60))], 1
+    )
     assert logits.dtype == dtype and logits.isfinite().all()
     error = (logits.float() - exact).abs()
     assert error.mean() <= 2 * dense_error.mean() and error.max() <= 2 * dense_error.max()

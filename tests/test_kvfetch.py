@@ -17,7 +17,9 @@ def make_problem(seed=0):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(N, R, T, generator=generator)
     tail_lse = torch.randn(N, R, generator=generator)
-    r = torch.where(torch.rand(N, T, generator=generator) < 0.2, 1.0, torch.rand(N, T, generator=generator) * 0.9 + 0.05)
+    r = torch.where(
+        torch.rand(N, T, generator=generator) < 0.2, 1.0, torch.rand(N, T, generator=generator) * 0.9 + 0.05
+    )
     return logits, tail_lse, r, r < 1
 
 

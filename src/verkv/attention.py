@@ -23,6 +23,9 @@ _COMPUTING = frozenset({
 })
 # fmt: on
 
+# Properties that are tensors and that torch.compile asks for, attention implementations do not.
+_HARMLESS = frozenset(["_base", "grad"])
+
 _observer: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("verkv_attention_observer", default=None)
 
 
@@ -73,10 +76,13 @@ class SealedHandle(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
+        if name == "__get__":  # a property, such as mT
+            name = getattr(func.__self__, "__name__", name)
         if name not in _COMPUTING:  # refused before it fails for another reason, such as the mask's shape
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
-            if not any(isinstance(r, Tensor) for r in (result if isinstance(result, (list, tuple)) else [result])):
+            results = result if isinstance(result, (list, tuple)) else [result]
+            if name in _HARMLESS or not any(isinstance(r, Tensor) for r in results):
                 return result
         for argument in (*args, *(kwargs or {}).values()):
             for handle in argument if isinstance(argument, (list, tuple)) else [argument]:

@@ -85,7 +85,7 @@ class FetchStats:
     passes: list[list[LayerRecord]] = field(default_factory=list)
 
     def record(self, record: LayerRecord) -> None:
-        """Add a layer's record; the first sealed layer opens a new forward pass. One that was cut short is forgotten."""
+        """Add a layer's record. The first sealed layer opens a new pass; one that was cut short is forgotten."""
         if not self.passes or record.layer_idx == self.sealed_layers[0]:
             if self.passes and len(self.passes[-1]) < len(self.sealed_layers):
                 self.passes.pop()

@@ -19,7 +19,7 @@ from verkv.estimators import (
 )
 
 F64 = torch.float64
-N_DRAWS = 20_000
+N_DRAWS = 10_000
 SHRINKAGES = {
     "none": lambda w, r, residual: torch.ones_like(w),
     "binary": binary_shrinkage,
@@ -112,17 +112,17 @@ class TestFormula:
             row = bernstein_certificate(*(x[i] for x in problem), 0.1)
             torch.testing.assert_close(batch.error_bound[i], row.error_bound, rtol=1e-14, atol=0)
 
-    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("n", [1, 63, 1000, 4097])
-    def test_low_precision(self, n, dtype, tolerance):
+    def test_low_precision(self, n, dtype):
         w, r, shrinkage, residual, denominator = (
             x.to(dtype) if x.is_floating_point() else x for x in make_problem(n, seed=3)
         )
         residual = residual & (r < 1)  # rounding may have made a token certain
         bound = bernstein_certificate(w, r, shrinkage, residual, denominator, 0.1).error_bound
-        assert bound.dtype == dtype
+        assert bound.dtype == torch.float32  # sums over tokens are taken in float32 at least
         exact = direct_bound(w, r, shrinkage, residual, denominator, 0.1)[0]
-        assert float(bound) == pytest.approx(exact, rel=tolerance)
+        assert float(bound) == pytest.approx(exact, rel=1e-5 if dtype == torch.float32 else 1e-2)
 
     @pytest.mark.parametrize("delta", [0.0, 1.0, -0.1, 2.0, math.nan])
     def test_delta_out_of_range_raises(self, delta):
@@ -143,18 +143,18 @@ def test_what_must_not_depend_on_the_draw_cannot_see_it(function):
 def equal_tokens():
     """Many equal tokens with small r beside ten certain ones: V dominates and the error is close to Gaussian.
 
-    At delta = 0.1 the bound is sqrt(2 ln 20) = 2.45 standard deviations and a little more for B, which about 1 % of draws
-    exceed; about 20 % exceed half of it.
+    At delta = 0.1 the bound is sqrt(2 ln 20) = 2.45 standard deviations, and a little more for B, which about 1 % of
+    draws exceed; about 20 % exceed half of it.
     """
-    w = torch.cat([torch.full((10,), 5.0, dtype=F64), torch.ones(800, dtype=F64)])
-    return w, torch.cat([torch.ones(10, dtype=F64), torch.full((800,), 0.2, dtype=F64)])
+    w = torch.cat([torch.full((10,), 5.0, dtype=F64), torch.ones(400, dtype=F64)])
+    return w, torch.cat([torch.ones(10, dtype=F64), torch.full((400,), 0.2, dtype=F64)])
 
 
 def unequal_tokens():
     """Lognormal weights, r proportional to a noisy view of them."""
     g = torch.Generator().manual_seed(0)
-    w = (0.5 * torch.randn(800, generator=g, dtype=F64)).exp()
-    noisy = w * (0.3 * torch.randn(800, generator=g, dtype=F64)).exp()
+    w = (0.5 * torch.randn(400, generator=g, dtype=F64)).exp()
+    noisy = w * (0.3 * torch.randn(400, generator=g, dtype=F64)).exp()
     return w, (0.1 * noisy).clamp(max=1)
 
 
@@ -194,10 +194,10 @@ COVERAGE = [
 
 # With the tolerance as a share of the bound before anything is promoted, so that some tokens are.
 PLANNED = [
-    (heavy_tokens, "none", 0.2),
-    (heavy_tokens, "none", 0.1),
-    (heavy_tokens, "binary", 0.2),
-    (heavy_tokens, "optimal", 0.2),
+    (heavy_tokens, "none", 0.15),
+    (heavy_tokens, "none", 0.08),
+    (heavy_tokens, "binary", 0.15),
+    (heavy_tokens, "optimal", 0.15),
     (rare_tokens, "binary", 0.5),
 ]
 
@@ -269,7 +269,7 @@ class TestCoverageAfterPlanning:
     def test_tolerance_does_not_hold_without_promoting(self):
         w, r = heavy_tokens()
         residual, ones = r < 1, torch.ones_like(w)
-        epsilon = 0.2 * float(bernstein_certificate(w, r, ones, residual, w.sum(), 0.1).error_bound)
+        epsilon = 0.15 * float(bernstein_certificate(w, r, ones, residual, w.sum(), 0.1).error_bound)
         (failures,) = count_failures(w, r, ones, residual, epsilon)
         assert is_rejected(failures, 0.1)
 

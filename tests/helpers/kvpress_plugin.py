@@ -61,7 +61,7 @@ def press_class(base, name, make_press=None, **defaults):
 
 
 def our_presses():
-    """PoissonComp and VerKV over every kind of scores, with the default protection and a short one; the scorers alone."""
+    """PoissonComp and VerKV over all kinds of scores, with the default protection and a short one; scorers alone."""
     from tests.default_presses import TestFastKVzipPress  # KVPress' tests: its gates are random
 
     scorers = {

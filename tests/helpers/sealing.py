@@ -27,7 +27,9 @@ def certain_codes(shape, n_padding: Tensor | None = None) -> Tensor:
     return codes if n_padding is None else _without_padding(codes, n_padding)
 
 
-def sampled_codes(shape, seed: int = 0, level: int = LEVEL, n_first: int = 2, n_last: int = 3, n_padding=None) -> Tensor:
+def sampled_codes(
+    shape, seed: int = 0, level: int = LEVEL, n_first: int = 2, n_last: int = 3, n_padding=None
+) -> Tensor:
     """Codes of a Poisson sample at one level for all but the first and last tokens, which are certain."""
     n_tokens = shape[-1]
     padding = torch.zeros(shape[0], dtype=torch.int64) if n_padding is None else n_padding
@@ -69,7 +71,11 @@ def seal(model, cache, make_codes=certain_codes, n_padding=None, sealed_layers=N
         )
     fetch = options.get("fetch")
     stats = FetchStats(
-        "test", fetch and fetch.epsilon, fetch and fetch.delta, fetch and options["sketch"].name, record_bounds=record_bounds
+        "test",
+        fetch and fetch.epsilon,
+        fetch and fetch.delta,
+        fetch and options["sketch"].name,
+        record_bounds=record_bounds,
     )
     seal_cache(cache, plans, stats)
     return stats

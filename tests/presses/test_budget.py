@@ -96,7 +96,9 @@ def test_device_memory_is_within_the_budget_in_expectation(head_dim, n_tokens, d
     assert full / factor - N_KV_HEADS * step * row_bytes <= expected <= full / factor
 
 
-@pytest.mark.parametrize("sketch", ["rope_pair", RopePairSketch(fraction=0.5, group_size=64)], ids=["default", "larger"])
+@pytest.mark.parametrize(
+    "sketch", ["rope_pair", RopePairSketch(fraction=0.5, group_size=64)], ids=["default", "larger"]
+)
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_expected_bytes_use_up_every_scopes_budget(scope, alpha, sketch):
@@ -126,7 +128,11 @@ def test_poissoncomp_pays_for_rows_only(scope):
         press = PoissonCompPress(KnormPress(), 0.875, budget_scope=scope, seed=seed)
         cache = sealed(press, model, tensors, scores)
         memory = press.memory_report()
-        assert len(cache.layers) == 2 and set(memory.device) == {"row_keys", "row_values", "row_codes", "row_offsets"} and memory.host == {}
+        assert (
+            len(cache.layers) == 2
+            and set(memory.device) == {"row_keys", "row_values", "row_codes", "row_offsets"}
+            and memory.host == {}
+        )
         sizes.append(device_bytes(press))
     sizes = torch.tensor(sizes, dtype=torch.float64)
     margin = 4 * sizes.std() / math.sqrt(len(sizes))
@@ -308,7 +314,7 @@ def test_compression_ratio_out_of_range(press_class, value):
 
 
 def test_compression_factor_is_translated():
-    with pytest.raises(ValueError, match="for 16x pass 0.9375"):
+    with pytest.raises(ValueError, match=r"for 16x pass 0\.9375"):
         VerKVPress(KnormPress(), 16)
 
 

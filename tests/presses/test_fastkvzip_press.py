@@ -220,7 +220,7 @@ def test_gates_for_another_number_of_layers(model):
 
 def test_gates_for_another_number_of_heads(model):
     gates = make_gates(n_kv_heads=4)
-    with pytest.raises(ValueError, match="4 KV heads, layer 0 has 2; pass .* own gates"):
+    with pytest.raises(ValueError, match=r"4 KV heads, layer 0 has 2; pass .* own gates"):
         prefill(model, random_ids(1, 60), FastKVzipPress(0.5, gates=gates))
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verkv.estimators.numerics import at_least_float32
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -94,6 +96,7 @@ def certificate_terms(
     weights: Tensor, inclusion_probs: Tensor, shrinkage: Tensor, residual: Tensor
 ) -> CertificateTerms:
     """Each token's share of beta, V and b of Eq. (7)."""
+    weights, inclusion_probs = at_least_float32(weights), at_least_float32(inclusion_probs)
     r = torch.where(residual, inclusion_probs, 1.0)
     kept = torch.where(residual, shrinkage * weights, 0.0)
     return CertificateTerms(

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from verkv.estimators.numerics import at_least_float32
+
 
 def horvitz_thompson(weights: Tensor, inclusion_probs: Tensor, sampled: Tensor, residual: Tensor) -> Tensor:
     """Unbiased estimate of the denominator: Eq. (5) of [1]_ with shrinkage 1.
@@ -67,6 +69,7 @@ def shrinkage_estimate(
     >>> shrinkage_estimate(w, r, torch.tensor([1.0, 0.5]), torch.tensor([True, True]), r < 1)
     tensor(3.)
     """
+    weights, inclusion_probs = at_least_float32(weights), at_least_float32(inclusion_probs)
     r = torch.where(residual, inclusion_probs, 1.0)
     estimated = torch.where(sampled, shrinkage * weights / r, 0.0)
     return torch.where(residual, estimated, weights).sum(-1)

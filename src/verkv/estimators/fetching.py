@@ -145,7 +145,9 @@ def fetch_plan(
         delta,
     )  # (..., T): bound of L_g[k:] for k = 0 .. T - 1; nothing remains at k = T
     bounds = torch.cat([bounds, torch.zeros_like(bounds[..., :1])], dim=-1)
-    n_promoted = (bounds >= epsilon).sum(-1)  # bounds fall in k, so this is the first k with a bound below epsilon
+    # Bounds fall in k, so k* is one more than the last k that fails. A NaN counts as failing: it promotes everything.
+    fails = ~(bounds[..., :-1] < epsilon)
+    n_promoted = torch.where(fails, _arange_like(order) + 1, 0).amax(-1)
     rank = torch.empty_like(order).scatter(-1, order, _arange_like(order))
     return FetchPlan(
         promoted=(rank < n_promoted[..., None]) & residual,

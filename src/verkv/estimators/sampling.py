@@ -176,7 +176,7 @@ def quantize_inclusion_probs(
     -------
     levels : Tensor, shape (..., T), uint8
         In [0, 127]; 0 is r = 1. Absent positions hold 0 and are told apart by the resident bit.
-    inclusion_probs : Tensor, shape (..., T), same dtype
+    inclusion_probs : Tensor, shape (..., T), same dtype but at least float32
         The rounded probabilities, 0 where absent.
 
     Raises
@@ -217,8 +217,8 @@ def quantize_inclusion_probs(
     rises = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, cost.cumsum(-1) <= slack)
     levels = (low - rises.reshape(low.shape).to(low.dtype)).clamp_min(0)
     levels = torch.where(absent, 0, levels).to(torch.uint8)
-    rounded = torch.where(absent, 0.0, _grid(levels.double()))
-    return levels, rounded.to(inclusion_probs.dtype)
+    rounded = decode_inclusion_probs(levels, torch.promote_types(inclusion_probs.dtype, torch.float32))
+    return levels, torch.where(absent, 0.0, rounded)
 
 
 def decode_inclusion_probs(levels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -241,7 +241,9 @@ def decode_inclusion_probs(levels: Tensor, dtype: torch.dtype = torch.float32) -
     >>> decode_inclusion_probs(torch.tensor([0, 8, 16], dtype=torch.uint8))
     tensor([1.0000, 0.5000, 0.2500])
     """
-    return _grid(levels.double()).to(dtype)
+    # A table, made on the CPU: the same number for the same level on every device, also where float64 is missing.
+    table = _grid(torch.arange(MAX_LEVEL + 1, dtype=torch.float64)).to(dtype)
+    return table.to(levels.device)[levels.long()]
 
 
 def poisson_sample(inclusion_probs: Tensor, generator: torch.Generator) -> Tensor:

@@ -6,6 +6,8 @@ None of these functions sees the sample: the certificate needs coefficients that
 import torch
 from torch import Tensor
 
+from verkv.estimators.numerics import at_least_float32
+
 
 def mean_squared_error(weights: Tensor, inclusion_probs: Tensor, shrinkage: Tensor, residual: Tensor) -> Tensor:
     """Mean squared error of the shrinkage estimator over the draw, Eq. (6) of [1]_.
@@ -37,6 +39,7 @@ def mean_squared_error(weights: Tensor, inclusion_probs: Tensor, shrinkage: Tens
     >>> mean_squared_error(w, r, torch.ones(2), r < 1)
     tensor(1.)
     """
+    weights, inclusion_probs = at_least_float32(weights), at_least_float32(inclusion_probs)
     r = torch.where(residual, inclusion_probs, 1.0)
     bias = torch.where(residual, weights * (1.0 - shrinkage), 0.0).sum(-1)
     variance = torch.where(residual, (shrinkage * weights).square() * (1.0 - r) / r, 0.0).sum(-1)
@@ -74,6 +77,7 @@ def optimal_shrinkage(weights: Tensor, inclusion_probs: Tensor, residual: Tensor
     >>> optimal_shrinkage(torch.tensor([1.0]), torch.tensor([0.25]), torch.tensor([True]))
     tensor([0.2500])
     """
+    weights, inclusion_probs = at_least_float32(weights), at_least_float32(inclusion_probs)
     weights, r, residual = torch.broadcast_tensors(weights, inclusion_probs, residual)
     residual = residual & (weights * (1.0 - r) > 0)  # not weights > 0: the product may underflow, and beta / u be 0 / 0
     r = torch.where(residual, r, 1.0)
@@ -130,6 +134,7 @@ def binary_shrinkage(weights: Tensor, inclusion_probs: Tensor, residual: Tensor)
     >>> binary_shrinkage(w, torch.tensor(0.25), torch.ones(3, dtype=torch.bool))
     tensor([0.2500, 1.0000, 1.0000])
     """
+    weights, inclusion_probs = at_least_float32(weights), at_least_float32(inclusion_probs)
     weights, r, residual = torch.broadcast_tensors(weights, inclusion_probs, residual)
     gain = torch.where(residual, weights * (1.0 - r), 0.0)  # a_i
     spread = torch.where(residual, gain / torch.where(residual, r, 1.0), 0.0)  # u_i

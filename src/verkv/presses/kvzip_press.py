@@ -94,7 +94,7 @@ class ReplaySource:
         n_padding = left_padding(attention_mask, batch, n_tokens)
         if not bool(n_padding.any()):
             return self._replay_all(model, cache, input_ids)
-        # Rows of different lengths have their sinks and chunks at different places: one by one, each without its padding.
+        # Rows of different lengths have sinks and chunks at different places: one by one, each without its padding.
         scores: dict[int, list[Tensor]] = {}
         for row, pad in enumerate(n_padding.tolist()):
             row_scores = self._replay_all(model, _row_of(cache, row, n_tokens - pad), input_ids[row : row + 1, pad:])

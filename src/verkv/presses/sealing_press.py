@@ -276,8 +276,8 @@ class _Session:
     def before_model(self, module: nn.Module, args, kwargs: dict) -> None:
         """See whether candidate tokens may be among the inputs.
 
-        With prompt lookup or an assistant model ``generate`` guesses tokens before the prefill, asks for their logits, and
-        takes the wrong ones out of the cache again.
+        With prompt lookup or an assistant model ``generate`` guesses tokens before the prefill, asks for their logits,
+        and takes the wrong ones out of the cache again.
         """
         n_logits = kwargs.get("logits_to_keep")
         self.has_candidates = isinstance(n_logits, int) and n_logits > 1
@@ -328,7 +328,7 @@ class _Session:
             self.seal(cache, ids, mask)
 
     def seal_postponed(self) -> None:
-        """Seal what a prefill with candidates has left in the cache: at the next forward pass or the end of the block."""
+        """Seal what a prefill with candidates left in the cache: at the next forward pass or the end of the block."""
         if self.postponed is None:
             return
         (cache, ids, mask), self.postponed = self.postponed, None
