@@ -282,6 +282,18 @@ def test_batch_operations_give_what_dense_gives(tiny_model, kind, operation, sta
     ] * len(full_layers(model))
 
 
+def test_contexts_are_copied_only_when_rows_change_theirs(tiny_model):
+    model = tiny_model("llama")
+    cache = prefilled(model, prompt_ids(2, N_TOTAL))
+    seal(model, cache)
+    contexts = [layer.context for layer in cache.layers]
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([2, 0, 0, 5, 4, 3]))
+    assert all(layer.context is context for layer, context in zip(cache.layers, contexts, strict=True))
+    cache.reorder_cache(torch.tensor([3, 0, 0, 5, 4, 3]))
+    assert not any(layer.context is context for layer, context in zip(cache.layers, contexts, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_deepcopy_is_independent(tiny_model, kind):
     model, ids = tiny_model(kind), prompt_ids(1, N_TOTAL)

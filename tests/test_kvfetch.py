@@ -67,6 +67,16 @@ def test_tail_counts_in_the_denominator():
     assert not heavy.promoted.any()
 
 
+@pytest.mark.parametrize("gap", [-200.0, 200.0])
+def test_context_and_tail_far_apart(gap):
+    """exp(200) is out of float32's range: the scale must come from whichever is larger."""
+    logits, tail_lse, r, residual = make_problem()
+    decision = decided((logits + gap, tail_lse, r, residual), epsilon=0.1)
+    assert decision.error_bound.isfinite().all() and decision.planned_bound.isfinite().all()
+    alone = decided((logits, torch.full_like(tail_lse, -torch.inf), r, residual), epsilon=0.1)
+    assert torch.equal(decision.promoted, alone.promoted if gap > 0 else torch.zeros_like(alone.promoted))
+
+
 def test_absent_tokens_have_no_weight():
     logits, tail_lse, r, residual = make_problem()
     absent = torch.arange(T) < 7

@@ -426,6 +426,29 @@ def test_inner_press_is_not_changed(tiny_model, demo_tokenizer, press_class, inn
     assert vars(inner) == before and press.press is inner
 
 
+@dataclass
+class StatefulPress(ScorerPress):
+    """Remembers the model and counts its calls, as some of KVPress' presses do."""
+
+    model: object = None
+    n_calls: int = 0
+
+    def post_init_from_model(self, model):
+        self.model = model
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        self.n_calls += 1
+        return -keys.norm(dim=-1)
+
+
+@pytest.mark.parametrize("wrap", [lambda press: press, AdaKVPress], ids=["plain", "adakv"])
+def test_state_of_the_inner_press_is_not_touched(model, ids, wrap):
+    inner = StatefulPress()
+    cache = prefill(model, ids, VerKVPress(wrap(inner), 0.5, **SHORT))
+    assert len(full_layers(cache)) == 4
+    assert inner.model is None and inner.n_calls == 0
+
+
 # --- draws ------------------------------------------------------------------------------------------------------------
 
 

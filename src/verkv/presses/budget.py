@@ -125,5 +125,6 @@ def _too_small(compression_ratio: float, n_tokens: int, parts: dict[str, float],
     listed = ", ".join(f"{name} {share:.2f} %" for name, share in shares.items())
     return (
         f"compression_ratio={compression_ratio:g} leaves {100 * (1 - compression_ratio):.2f} % of the cache of "
-        f"{n_tokens} tokens, but its fixed parts need {sum(shares.values()):.2f} %: {listed}; {remedy}, or protect fewer tokens"
+        f"{n_tokens} tokens, but its fixed parts need {sum(shares.values()):.2f} %: {listed}; "
+        f"{remedy}, or protect fewer tokens"
     )
