@@ -360,6 +360,17 @@ def check_cache(cache, kinds: list[str]) -> None:
             )
 
 
+def empty_cache(cache) -> None:
+    """Forget everything, also of a plain cache, whose own ``reset`` zeroes its tensors but keeps their length."""
+    for layer in cache.layers:
+        if isinstance(layer, (VerKVLayer, WindowLayer)):
+            layer.reset()
+        else:
+            layer.keys, layer.values, layer.is_initialized = None, None, False
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = 0
+
+
 def seal_cache(cache, plans: dict[int, SealPlan], stats: FetchStats) -> None:
     """Seal layers of a cache, one after the other, so that the peak is the full cache plus one layer.
 

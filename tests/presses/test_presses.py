@@ -1,6 +1,8 @@
 """What a press refuses, what it leaves behind when something fails, and what its draws depend on."""
 
+import contextlib
 import copy
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -129,6 +131,63 @@ def test_press_works_again_after_a_failure(model, ids, press_class, monkeypatch)
     again = prefill(model, ids, press)
     for a, b in zip(first.layers, again.layers, strict=True):
         assert torch.equal(a.context.rows.keys, b.context.rows.keys)
+
+
+@dataclass
+class FailingPress(ScorerPress):
+    """Fails in the third layer, when two layers of the cache hold the prompt already."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        if module.layer_idx == 2:
+            raise RuntimeError("out of luck")
+        return keys.norm(dim=-1)
+
+
+@pytest.mark.parametrize("make", [DynamicCache, None], ids=["DynamicCache", "make_cache"])
+@pytest.mark.parametrize("caught_inside", [False, True])
+def test_half_a_prefill_is_taken_back(model, ids, question, make, caught_inside):
+    cache = make() if make is not None else make_cache(model.config)
+    press = PoissonCompPress(FailingPress(), 0.5, **SHORT)
+    with contextlib.suppress(RuntimeError), press(model):
+        try:
+            model.model(ids, past_key_values=cache)
+        except RuntimeError:
+            if not caught_inside:
+                raise
+            press_again = torch.no_grad()(model.model)
+            with pytest.raises(
+                RuntimeError, match="out of luck"
+            ):  # a prefill again, not a question about half a prompt
+                press_again(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0 and leftovers(model) == []
+    assert torch.equal(decode(model, ids, cache), decode(model, ids, DynamicCache()))
+
+
+def test_padding_mask_of_another_shape_is_refused(model, ids):
+    mask = torch.ones(1, 1, 100, 100, dtype=torch.bool).tril()
+    with (
+        pytest.raises(NotImplementedError, match="attention_mask"),
+        PoissonCompPress(KnormPress(), 0.5, **SHORT)(model),
+    ):
+        model.model(ids, attention_mask=mask, past_key_values=DynamicCache())
+
+
+def test_a_layers_full_copy_is_freed_before_the_next_is_sealed(model, ids, monkeypatch):
+    """So the peak is the full cache plus one layer."""
+    cache, originals, alive = prefill(model, ids), [], []
+    for layer in cache.layers:
+        originals.append((weakref.ref(layer.keys), weakref.ref(layer.values)))
+    del layer
+    build = SealedContext.__init__
+
+    def counting(self, *args, **kwargs):
+        alive.append(sum(reference() is not None for pair in originals for reference in pair))
+        build(self, *args, **kwargs)
+
+    monkeypatch.setattr(SealedContext, "__init__", counting)
+    scores = {i: torch.rand(1, 2, 100) for i in range(4)}
+    VerKVPress(KnormPress(), 0.5, **SHORT).seal(model, cache, scores)
+    assert alive == [8, 6, 4, 2]
 
 
 def test_error_inside_the_block_removes_the_hooks(model):

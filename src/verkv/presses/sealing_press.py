@@ -11,7 +11,7 @@ import torch
 from kvpress.presses.base_press import BasePress
 from torch import Tensor, nn
 
-from verkv.cache import check_cache, layer_kinds, seal_cache
+from verkv.cache import check_cache, empty_cache, layer_kinds, seal_cache
 from verkv.context import SealPlan
 from verkv.presses.budget import LayerGeometry, check_compression_ratio
 from verkv.presses.scores import Scores, ScoreSource, unit_scores
@@ -155,6 +155,7 @@ class SealingPress(BasePress):
             stack.callback(session.remove_rotary_embeddings)
             for handle in session.register(backbone):
                 stack.callback(handle.remove)
+            stack.callback(session.discard_unfinished_prefill)
             yield
             session.seal_postponed()
 
@@ -211,6 +212,7 @@ class SealingPress(BasePress):
             value_dim=first.values.shape[-1],
             element_size=keys.element_size(),
         )
+        del first, keys  # each layer's full copy must be freed as soon as it is sealed
         plans, notes = self._plans(scores, prompt, geometry, model)
         stats.notes += notes
         seal_cache(cache, plans, stats)
@@ -247,6 +249,7 @@ class _Session:
         self.scores: Scores = {}
         self.busy = False  # replays run the model again
         self.is_prefill = False
+        self.prefill_cache = None
         self.has_candidates = False
         self.postponed: tuple | None = None  # cache, ids and mask of a prefill that is not sealed yet
         self.with_rotary: list[nn.Module] = []
@@ -286,13 +289,20 @@ class _Session:
         """See whether this forward pass is the prefill, and refuse caches that cannot be sealed before it runs."""
         if self.busy:
             return
+        self.discard_unfinished_prefill()
         self.seal_postponed()
         cache = _cache_argument(kwargs)
-        self.is_prefill = cache is None or cache.get_seq_length() == 0
-        if self.is_prefill:
-            self.scores = {}
-            if cache is not None:
-                check_cache(cache, self.kinds)
+        if cache is not None and cache.get_seq_length() > 0:
+            return
+        if cache is not None:
+            check_cache(cache, self.kinds)
+        self.is_prefill, self.prefill_cache, self.scores = True, cache, {}
+
+    def discard_unfinished_prefill(self) -> None:
+        """Empty the cache of a prefill that failed: half a prompt must not be taken for a whole one."""
+        if self.is_prefill and self.prefill_cache is not None:
+            empty_cache(self.prefill_cache)
+        self.is_prefill, self.prefill_cache = False, None
 
     @torch.no_grad()
     def after_attention(self, module: nn.Module, args, kwargs: dict, output):
@@ -309,7 +319,7 @@ class _Session:
         """Seal after the prefill; later, where candidates may still be taken out of the cache."""
         if self.busy:
             return
-        is_prefill, self.is_prefill = self.is_prefill, False
+        is_prefill, self.is_prefill, self.prefill_cache = self.is_prefill, False, None
         has_candidates, self.has_candidates = self.has_candidates, False
         if not is_prefill:
             return
@@ -321,7 +331,10 @@ class _Session:
         check_cache(cache, self.kinds)
         ids = kwargs["input_ids"] if "input_ids" in kwargs else (args[0] if args else None)
         mask = kwargs.get("attention_mask")
-        mask = mask if mask is not None and mask.dim() == 2 else None
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+            raise NotImplementedError(
+                "attention_mask must have shape (batch, tokens) in prefill; pass the padding mask"
+            )
         if has_candidates:
             self.postponed = cache, ids, mask
         else:
