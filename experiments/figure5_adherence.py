@@ -73,8 +73,12 @@ def result_lines(setting: dict, stats) -> list[dict]:
         | {
             "epsilon": epsilon,
             "violation_rate": stats.violation_rate(epsilon),
+            "violation_rate_question": stats.violation_rate(epsilon, "question"),
+            "violation_rate_decode": stats.violation_rate(epsilon, "decode"),
             "decisions": stats.decisions(),
+            "decode_decisions": stats.decisions("decode"),
             "kv_read_per_forward": stats.kv_read_per_forward,
+            "kv_read_per_token": stats.kv_read_per_token,
             "fetch_rate": stats.fetch_rate(),
             "output_error_q90": float(stats.output_errors().quantile(0.9)),
         }
@@ -89,8 +93,9 @@ def markdown(lines: list[dict]) -> str:
         "|---" * (3 + len(EPSILONS)) + "|",
     ]
     figures = {
-        "violations": ("violation_rate", "{:.2%}"),
-        "KV read per forward pass": ("kv_read_per_forward", "{:.1%}"),
+        "violations, all": ("violation_rate", "{:.2%}"),
+        "violations, decode steps": ("violation_rate_decode", "{:.2%}"),
+        "KV read per decoded token": ("kv_read_per_token", "{:.1%}"),
         "output error, 90th percentile": ("output_error_q90", "{:.3f}"),
     }
     for plan, alpha in dict.fromkeys((line["plan"], line["alpha"]) for line in lines):

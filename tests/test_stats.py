@@ -154,7 +154,7 @@ def test_empty_statistics():
 
 def record(layer_idx):
     ones = torch.ones(2, dtype=torch.int64)
-    return LayerRecord(layer_idx, 1, ones, ones, ones[:1], 1, ones)
+    return LayerRecord(layer_idx, 1, ones, ones, ones[:1], 1, ones, full_bytes=0)
 
 
 def test_the_first_sealed_layer_opens_a_pass():

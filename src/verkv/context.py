@@ -326,6 +326,7 @@ class SealedContext:
             kv_fetching=torch.zeros(self.n_kv_heads, dtype=torch.int64),
             n_contexts=self.n_contexts,
             promoted=zeros.clone(),
+            full_bytes=self.full_bytes,
         )
 
     def _record_decisions(

@@ -24,6 +24,8 @@ class LayerRecord:
         B: how many contexts a KV head may have fetched for.
     promoted : Tensor, shape (Hq,), int64
         k* summed over the decisions.
+    full_bytes : int
+        Bytes of the layer's full cache, of all contexts there were at this pass.
     fetched, shortlisted : int
         Rows read from the host: promoted and not resident (keys and values), and shortlisted (keys).
     bytes_read : int
@@ -40,6 +42,7 @@ class LayerRecord:
     kv_fetching: Tensor
     n_contexts: int
     promoted: Tensor
+    full_bytes: int
     fetched: int = 0
     shortlisted: int = 0
     bytes_read: int = 0
@@ -147,13 +150,12 @@ class FetchStats:
     @property
     def kv_read_per_forward(self) -> float:
         """Bytes read from the host over bytes of the full cache, mean over all forward passes."""
-        return _share(self.bytes_read(), self.full_bytes * self.n_passes)
+        return _share(self.bytes_read(), sum(r.full_bytes for r in self.records()))
 
     @property
     def kv_read_per_token(self) -> float:
         """The same, mean over decode steps (forward passes with one query token)."""
-        n_steps = sum(1 for records in self.passes if records[0].n_queries == 1)
-        return _share(self.bytes_read("decode"), self.full_bytes * n_steps)
+        return _share(self.bytes_read("decode"), sum(r.full_bytes for r in self.records("decode")))
 
     def violation_rate(self, epsilon: float | None = None, phase: str = "all") -> float:
         """Audit: share of decisions whose true relative error of the denominator exceeds epsilon.
