@@ -15,7 +15,7 @@ from verkv.kvfetch import FetchConfig
 from verkv.sketches import ExactSketch, RopePairSketch
 from verkv.window import WindowLayer
 
-KINDS = ["llama", "qwen2", "qwen3", "gemma3", "ministral3"]
+KINDS = ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "ministral", "ministral3"]
 N_CONTEXT, N_QUESTION, N_TOTAL = 80, 7, 90
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 NEARLY_ZERO = 1e-30  # epsilon: below every weight's share, so that the whole residual set is promoted
@@ -646,15 +646,17 @@ def test_make_cache_follows_the_config(tiny_model):
     assert layer_kinds(tiny_model("mistral").config) == ["full_attention"] * 4
 
 
-def test_linear_attention_is_refused():
+@pytest.mark.parametrize("kind,cause", [("linear_attention", "model_type='minimax'"), ("mamba", r"type \['mamba'\]")])
+def test_states_of_other_kinds_are_refused(kind, cause):
     class Config:
-        layer_types = ("linear_attention", "full_attention")
+        layer_types = (kind, "full_attention")
+        model_type = "minimax"
         sliding_window = None
 
         def get_text_config(self, decoder=False):
             return self
 
-    with pytest.raises(NotImplementedError, match="linear_attention"):
+    with pytest.raises(NotImplementedError, match=cause):
         make_cache(Config())
 
 

@@ -101,12 +101,12 @@ def test_no_function_takes_the_draw():
 @pytest.mark.parametrize(
     "options,match",
     [
-        ({"epsilon": 0.0}, "epsilon must be > 0, got 0.0"),
+        ({"epsilon": 0.0}, "epsilon must be > 0 and finite, got 0.0"),
         ({"epsilon": -1.0}, "epsilon"),
         ({"epsilon": float("nan")}, "epsilon"),
         ({"delta": 0.0}, "delta"),
         ({"delta": 1.0}, "delta"),
-        ({"shortlist": -1}, "shortlist must be >= 0, got -1"),
+        ({"shortlist": -1}, "shortlist must be an integer >= 0, got -1"),
         ({"shrinkage": "none"}, "shrinkage must be one of .*got 'none'"),
     ],
 )

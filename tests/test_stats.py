@@ -161,7 +161,23 @@ def test_the_first_sealed_layer_opens_a_pass():
     stats = FetchStats("test", sealed_layers=(1, 4))
     for i in (1, 4, 1, 4):
         stats.record(record(i))
-    assert [[r.layer_idx for r in p] for p in stats.passes] == [[1, 4], [1, 4]]
+    assert [[r.layer_idx for r in p] for p in stats.passes] == [[1, 4]]
+    assert stats.n_passes == 2 and stats.decisions() == stats.decisions("decode") == 8
+    assert stats.by_head()["fetch_rate"].shape == (2, 2)
+
+
+def test_statistics_of_a_long_generation_do_not_grow():
+    stats = FetchStats("test", sealed_layers=(1, 4))
+    for _ in range(1000):
+        for i in (1, 4):
+            stats.record(record(i))
+    assert len(stats.passes) == 1 and len(stats.records()) == 4
+    assert stats.n_passes == 1000 and stats.decisions() == 4000
+
+
+def test_maps_need_a_pass():
+    with pytest.raises(ValueError, match="no forward pass"):
+        FetchStats("test", sealed_layers=(1, 4)).by_head()
 
 
 def test_failed_passes_are_dropped():
@@ -176,7 +192,8 @@ def test_failed_passes_are_dropped():
     stats.record(record(1))  # cut short without anybody noticing
     stats.record(record(1))
     stats.record(record(4))
-    assert [[r.layer_idx for r in p] for p in stats.passes] == [[1, 4], [1, 4]]
+    assert [[r.layer_idx for r in p] for p in stats.passes] == [[1, 4]]
+    assert stats.n_passes == 2 and stats.decisions() == stats.decisions("decode") == 8
 
 
 @pytest.mark.parametrize("epsilon", [1e-3, 0.1, 1.0])

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from verkv.window import WindowKV, WindowLayer, refuse_half_a_forward
+from verkv.window import LogicalKV, WindowLayer, refuse_half_a_forward
 
 WINDOW = 8
 
@@ -37,7 +37,7 @@ def test_updates_are_those_of_transformers(steps, marked):
         if marked:
             ours.mark_context()
         assert_close(ours._keys, theirs.keys)
-    assert isinstance(ours.keys, WindowKV) == isinstance(ours.values, WindowKV) == marked
+    assert isinstance(ours.keys, LogicalKV) == isinstance(ours.values, LogicalKV) == marked
 
 
 @pytest.mark.parametrize("n_context", [3, 7, 8, 20])

@@ -5,6 +5,13 @@ changes nothing.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
+    from verkv.cache import VerKVCache, make_cache
+    from verkv.presses import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress
+    from verkv.sketches import ExactSketch, RopePairSketch
+    from verkv.stats import FetchStats, MemoryReport, memory_report
 
 __version__ = "0.1.0"
 

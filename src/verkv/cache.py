@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from verkv.attention import SealedHandle, wrap_attention_functions
 from verkv.context import SealedContext, SealPlan
+from verkv.hybrid import HybridStates, LinearLayer, repair_linear_attention
 from verkv.stats import FetchStats, MemoryReport, memory_report
 from verkv.window import WindowLayer, refuse_half_a_forward
 
@@ -290,11 +291,21 @@ class VerKVCache(Cache):
         self.stats = None
 
 
+class VerKVHybridCache(HybridStates, VerKVCache):
+    """The cache of models with linear-attention layers. See :func:`make_cache`."""
+
+    def __init__(self, layers: list):
+        super().__init__(layers=layers)
+        self.join_layers()
+
+
 def make_cache(config) -> VerKVCache:
     """An empty cache for a model, ready to be sealed by a press.
 
     A plain ``DynamicCache()`` works as well: a press then swaps its layers in place. This one keeps sliding-window
-    layers at their window's size.
+    layers at their window's size. Models with linear-attention layers (Qwen3.5, Qwen3-Next) need this one, uncompressed
+    too: with transformers' own, 5.2 forgets the context at every forward pass of several tokens. The cache is a
+    :class:`VerKVHybridCache` then, and the class of those layers is repaired.
 
     Parameters
     ----------
@@ -308,34 +319,37 @@ def make_cache(config) -> VerKVCache:
     Raises
     ------
     NotImplementedError
-        For models with linear-attention layers.
+        For models with linear-attention layers of another kind, or another transformers than 5.2 to 5.4.
     """
+    kinds = layer_kinds(config)
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
-    layers = [
-        VerKVLayer() if kind == "full_attention" else WindowLayer(sliding_window=window) for kind in layer_kinds(config)
-    ]
-    return VerKVCache(layers=layers)
+    make_layer = {"full_attention": VerKVLayer, "linear_attention": LinearLayer}
+    layers = [make_layer[kind]() if kind in make_layer else WindowLayer(sliding_window=window) for kind in kinds]
+    if "linear_attention" not in kinds:
+        return VerKVCache(layers=layers)
+    repair_linear_attention(config)
+    return VerKVHybridCache(layers)
 
 
 def layer_kinds(config) -> list[str]:
-    """Kind of every decoder layer: "full_attention", "sliding_attention" or "chunked_attention".
+    """Kind of every decoder layer: "full_attention", "sliding_attention", "chunked_attention" or "linear_attention".
 
     Raises
     ------
     NotImplementedError
-        For kinds that VerKV cannot leave alone or seal (linear attention).
+        For kinds that VerKV can neither seal nor leave alone.
     """
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None)
     if kinds is None:  # Mistral, Ministral3: one window for all layers, or none
         windowed = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
         kinds = ["sliding_attention" if windowed else "full_attention"] * text.num_hidden_layers
-    unknown = set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"}
+    unknown = set(kinds) - {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
     if unknown:
         raise NotImplementedError(
-            f"the model has layers of type {sorted(unknown)}, whose state VerKV cannot roll back yet; use a model with "
-            f"full and sliding attention only"
+            f"the model has layers of type {sorted(unknown)}, whose state VerKV cannot roll back; use a model with "
+            f"full, sliding and linear attention only"
         )
     return list(kinds)
 
@@ -346,8 +360,14 @@ def check_cache(cache, kinds: list[str]) -> None:
     Raises
     ------
     NotImplementedError
-        For quantised, static and offloading caches.
+        For quantised, static and offloading caches; with linear-attention layers for all but ``make_cache``'s.
     """
+    if "linear_attention" in kinds and not isinstance(cache, HybridStates):
+        given = "is missing" if cache is None else f"is a {type(cache).__name__}"
+        raise NotImplementedError(
+            f"past_key_values {given}, but the model has linear-attention layers, whose state only VerKV's cache can "
+            f"roll back; pass verkv.make_cache(model.config)"
+        )
     if not hasattr(cache, "layers"):
         raise NotImplementedError(f"past_key_values of type {type(cache).__name__} has no layers; pass DynamicCache()")
     if getattr(cache, "offloading", False):
@@ -363,7 +383,7 @@ def check_cache(cache, kinds: list[str]) -> None:
 def empty_cache(cache) -> None:
     """Forget everything, also of a plain cache, whose own ``reset`` zeroes its tensors but keeps their length."""
     for layer in cache.layers:
-        if isinstance(layer, (VerKVLayer, WindowLayer)):
+        if isinstance(layer, (VerKVLayer, WindowLayer, LinearLayer)):
             layer.reset()
         else:
             layer.keys, layer.values, layer.is_initialized = None, None, False
@@ -403,7 +423,7 @@ def seal_cache(cache, plans: dict[int, SealPlan], stats: FetchStats) -> None:
             cache.reset()
         raise
     for layer in cache.layers:
-        if isinstance(layer, WindowLayer):
+        if isinstance(layer, (WindowLayer, LinearLayer)):
             layer.mark_context()
     stats.sealed_layers = tuple(sealed)
     stats.full_bytes = sum(cache.layers[i].full_bytes for i in sealed)

@@ -21,6 +21,9 @@ def _demo(options: argparse.Namespace) -> int:
     settings = {name: getattr(options, name) for name in DemoSettings.__dataclass_fields__}
     try:
         run_demo(DemoSettings(**settings))
+    except ImportError as error:
+        print(f"verkv demo: {error}; the demo needs pip install 'verkv[demo]'", file=sys.stderr)
+        return 1
     except (ValueError, NotImplementedError, RuntimeError) as error:
         print(f"verkv demo: {error}", file=sys.stderr)
         return 1

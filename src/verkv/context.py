@@ -137,48 +137,55 @@ class SealedContext:
         rows = self._to_units(query)  # (N, beams, G * Tq, d), float32
         tail_k, tail_v = self._tail_to_units(tail_keys), self._tail_to_units(tail_values)  # (N, beams, t, d)
         tail_logits = rows @ tail_k.float().mT * scaling + self._tail_bias(mask, query, tail_keys.shape[2])
+        chunks = row_chunks(self.n_units * self.beams, rows.shape[2], self.n_tokens)
+        record = self._new_record(query)
 
         index, is_row = self.rows.padded_index()
-        resident_k, resident_v = self.rows.keys[index][:, None], self.rows.values[index][:, None]  # (N, 1, S, d)
-        resident_logits = rows @ resident_k.float().mT * scaling  # (N, beams, G * Tq, S)
-        log_weights = self._log_inverse_probs(index, is_row)[:, None, None]  # (N, 1, 1, S)
+        resident_k, resident_v = (
+            self.rows.keys[index].float()[:, None],
+            self.rows.values[index][:, None],
+        )  # (N, 1, S, d)
+        if self.fetch is None:
+            log_weights = [self._log_inverse_probs(index, is_row)[:, None, None]] * len(chunks)
+            fetched_k = fetched_v = absent = None
+        else:
+            plan = self._plan(rows, chunks, resident_k, tail_logits, is_row, scaling, record)
+            log_weights = plan.log_weights
+            fetched_k, is_fetched = pad_rows(plan.keys, plan.units, self.n_units)
+            fetched_v, _ = pad_rows(plan.values, plan.units, self.n_units)
+            absent = torch.where(is_fetched, 0.0, -torch.inf)[:, None, None]
+            fetched_k, fetched_v = fetched_k.float()[:, None], fetched_v[:, None]
 
-        record = self._new_record(query)
-        extra = []
-        if self.fetch is not None:
-            tail_lse = torch.logsumexp(tail_logits, dim=-1)
-            chosen = self._plan(rows, resident_logits, tail_lse, is_row, scaling, record)
-            log_weights = chosen.log_weights.reshape(resident_logits.shape)
-            if len(chosen.units):
-                fetched_k, is_fetched = pad_rows(chosen.keys, chosen.units, self.n_units)
-                fetched_v, _ = pad_rows(chosen.values, chosen.units, self.n_units)
-                fetched_logits = rows @ fetched_k[:, None].float().mT * scaling
-                absent = torch.where(is_fetched, 0.0, -torch.inf)[:, None, None]
-                extra = [(fetched_logits + absent, fetched_v[:, None])]
-
-        parts = [(resident_logits + log_weights, resident_v), *extra, (tail_logits, tail_v)]
-        output, lse = weighted_attention(parts)
+        outputs, lses = [], []
+        for chunk, log_weight in zip(chunks, log_weights, strict=True):
+            part = rows[:, :, chunk]
+            parts = [(part @ resident_k.mT * scaling + log_weight, resident_v), (tail_logits[:, :, chunk], tail_v)]
+            if fetched_k is not None:
+                parts.append((part @ fetched_k.mT * scaling + absent, fetched_v))
+            output, lse = weighted_attention(parts)
+            outputs.append(output)
+            lses.append(lse)
+        output = torch.cat(outputs, 2)
         if self.audit:
-            self._audit(rows, tail_logits, tail_v, output, lse, scaling, record, query)
+            self._audit(rows, chunks, tail_logits, tail_v, output, torch.cat(lses, 2), scaling, record)
         self.stats.record(record)
         return self._from_units(output, query).to(query.dtype)
 
     def _plan(
         self,
         rows: Tensor,
-        resident_logits: Tensor,
-        tail_lse: Tensor,
+        chunks: list[slice],
+        resident_k: Tensor,
+        tail_logits: Tensor,
         is_row: Tensor,
         scaling: float,
         record: LayerRecord,
     ) -> "_Promotion":
         """Algorithm 2 for all query rows; the union over a KV head's rows is read and exact for each of them."""
-        rows, resident_logits, tail_lse = rows.flatten(1, 2), resident_logits.flatten(1, 2), tail_lse.flatten(1, 2)
         resident = (self.codes & RESIDENT_BIT) != 0  # (N, T)
         levels = self.codes & LEVEL_MASK
         residual = levels > 0
         inclusion_probs = decode_inclusion_probs(levels)
-        chunks = row_chunks(self.n_units, rows.shape[1], self.n_tokens)
         known = self._known_tokens(rows, chunks, resident, residual, is_row, record)
 
         # Positions of the padded resident rows; slots that are no row point at token 0 and are masked by is_row.
@@ -186,19 +193,22 @@ class SealedContext:
         union = torch.zeros_like(residual)
         log_shrinkage, bounds, fetching, n_promoted = [], [], [], []
         for chunk in chunks:
-            planning = self._planning_logits(rows[:, chunk], resident_logits[:, chunk], known, scaling)
-            decision = decide(planning, tail_lse[:, chunk], inclusion_probs, residual, self.fetch)
+            part = rows[:, :, chunk]
+            planning = self._planning_logits(part, resident_k, known, scaling)
+            tail_lse = torch.logsumexp(tail_logits[:, :, chunk], dim=-1).flatten(1)
+            decision = decide(planning, tail_lse, inclusion_probs, residual, self.fetch)
             union |= decision.promoted.any(1)
             slots = slot_positions[:, None].expand(-1, planning.shape[1], -1)
-            log_shrinkage.append(decision.shrinkage.gather(-1, slots).log())
-            bounds.append(decision.error_bound)
-            n_promoted.append(decision.n_promoted)
-            fetching.append((decision.promoted & ~resident[:, None]).any(-1))
+            split = (self.beams, part.shape[2])
+            log_shrinkage.append(decision.shrinkage.gather(-1, slots).log().unflatten(1, split))
+            bounds.append(decision.error_bound.unflatten(1, split))
+            n_promoted.append(decision.n_promoted.unflatten(1, split))
+            fetching.append((decision.promoted & ~resident[:, None]).any(-1).unflatten(1, split))
 
-        is_exact = (union | (levels == 0)).gather(1, slot_positions)  # (N, S)
-        log_probs = inclusion_probs.gather(1, slot_positions).log()
-        log_weights = torch.where(is_exact[:, None], 0.0, torch.cat(log_shrinkage, 1) - log_probs[:, None])
-        log_weights = torch.where(is_row[:, None], log_weights, -torch.inf)
+        is_exact = (union | (levels == 0)).gather(1, slot_positions)[:, None, None]  # (N, 1, 1, S)
+        log_probs = inclusion_probs.gather(1, slot_positions).log()[:, None, None]
+        absent = torch.where(is_row, 0.0, -torch.inf)[:, None, None]
+        log_weights = [torch.where(is_exact, 0.0, shrunk - log_probs) + absent for shrunk in log_shrinkage]
 
         units, positions = (union & ~resident).nonzero(as_tuple=True)
         record.fetched = len(units)
@@ -228,7 +238,7 @@ class SealedContext:
             keys = pad_rows(rows.new_zeros(0, self.key_dim), units, self.n_units)
             return _KnownTokens(nothing, is_row & False, units, positions, *keys)
         candidates = residual & ~resident if self.fetch.paper else residual
-        best = torch.stack([self._sketch_logits(rows[:, chunk]).amax(1) for chunk in chunks]).amax(0)
+        best = torch.stack([self._sketch_logits(rows[:, :, chunk]).amax(1) for chunk in chunks]).amax(0)
         chosen = shortlist(best[:, None], candidates, self.fetch.shortlist)
         exact_residents = resident if self.fetch.paper else resident & (~residual | chosen)
         units, positions = (chosen & ~resident).nonzero(as_tuple=True)
@@ -238,19 +248,22 @@ class SealedContext:
         keys = pad_rows(self.host.read_keys(units, positions, self.device), units, self.n_units)
         return _KnownTokens(exact_residents, slot_is_exact, units, positions, *keys)
 
-    def _planning_logits(self, rows: Tensor, resident_logits: Tensor, known: "_KnownTokens", scaling: float) -> Tensor:
+    def _planning_logits(self, rows: Tensor, resident_k: Tensor, known: "_KnownTokens", scaling: float) -> Tensor:
         """Logits to plan with, (N, R, T): the sketch's, exact for known tokens, -inf at absent ones."""
         planning = self._sketch_logits(rows) * scaling
         planning = planning.masked_fill((self.codes == 0)[:, None], -torch.inf)
         by_token = planning.mT  # a view (N, T, R): known tokens are written row by row
+        rows = rows.flatten(1, 2)
+        resident_logits = rows @ resident_k[:, 0].mT * scaling  # (N, R, S)
         by_token[known.residents] = resident_logits.mT[known.resident_slots]
         read_logits = rows @ known.keys.float().mT * scaling  # (N, R, S')
         by_token[known.units, known.positions] = read_logits.mT[known.is_key]
         return planning
 
     def _sketch_logits(self, rows: Tensor) -> Tensor:
-        """Unscaled logits of all tokens, (N, R, d) -> (N, R, T)."""
-        return self.sketch.logits(rows.unflatten(0, (self.n_contexts, self.n_kv_heads))).flatten(0, 1)
+        """Unscaled logits of all tokens, (N, beams, G * Tq, d) -> (N, R, T)."""
+        per_head = rows.flatten(1, 2).unflatten(0, (self.n_contexts, self.n_kv_heads))
+        return self.sketch.logits(per_head).flatten(0, 1)
 
     def _log_inverse_probs(self, index: Tensor, is_row: Tensor) -> Tensor:
         """Horvitz-Thompson log-weights -log r of the padded rows, (N, S), -inf where there is no row."""
@@ -290,13 +303,13 @@ class SealedContext:
     def _audit(
         self,
         rows: Tensor,
+        chunks: list[slice],
         tail_logits: Tensor,
         tail_values: Tensor,
         output: Tensor,
         lse: Tensor,
         scaling: float,
         record: LayerRecord,
-        query: Tensor,
     ) -> None:
         """Compare with exact attention over the host's copy: the denominator and the output of every decision."""
         keys = self.host.keys.to(self.device).flatten(0, 1)[:, None]
@@ -304,14 +317,14 @@ class SealedContext:
         position = torch.arange(self.n_tokens, device=self.device)
         padding = position < self.n_padding.repeat_interleave(self.n_kv_heads)[:, None]
         relative_errors, output_errors = [], []
-        for chunk in row_chunks(self.n_units * self.beams, rows.shape[2], self.n_tokens):
+        for chunk in chunks:
             logits = (rows[:, :, chunk] @ keys.float().mT * scaling).masked_fill(padding[:, None, None], -torch.inf)
             exact, exact_lse = weighted_attention([(logits, values), (tail_logits[:, :, chunk], tail_values)])
             relative_errors.append((lse[:, :, chunk] - exact_lse).expm1().abs())
             norm = exact.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
             output_errors.append((output[:, :, chunk] - exact).norm(dim=-1) / norm)
-        record.relative_error = self._per_decision(torch.cat(relative_errors, 2), query)
-        record.output_error = self._per_decision(torch.cat(output_errors, 2), query)
+        record.relative_error = self._per_decision(torch.cat(relative_errors, 2), record)
+        record.output_error = self._per_decision(torch.cat(output_errors, 2), record)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 
@@ -339,19 +352,18 @@ class SealedContext:
     ) -> None:
         n_heads = len(record.decisions)
 
-        def per_head(rows: list[Tensor]) -> Tensor:  # (N, R) summed to (Hq,)
-            spread = torch.cat(rows, 1).unflatten(1, (self.beams, n_heads // self.n_kv_heads, -1))
-            return spread.unflatten(0, (-1, self.n_kv_heads)).sum((0, 2, 4)).flatten().cpu()
+        def per_head(rows: list[Tensor]) -> Tensor:  # (N, beams, G * Tq) summed to (Hq,)
+            return self._spread(torch.cat(rows, 2), n_heads, record.n_queries).sum((0, 2)).cpu()
 
         record.fetching = per_head(fetching)
         record.promoted = per_head(n_promoted)
         record.kv_fetching = unit_fetches.unflatten(0, (-1, self.n_kv_heads)).sum(0).cpu()
         if self.stats.record_bounds:
-            bound = torch.cat(bounds, 1).unflatten(1, (self.beams, -1))
-            record.error_bound = self._spread(bound, n_heads, record.n_queries).cpu()
+            record.error_bound = self._per_decision(torch.cat(bounds, 2), record)
 
-    def _per_decision(self, values: Tensor, query: Tensor) -> Tensor:
-        return self._spread(values, query.shape[1], query.shape[2]).cpu()
+    def _per_decision(self, values: Tensor, record: LayerRecord) -> Tensor:
+        """(N, beams, G * Tq) -> (B, Hq, Tq), on the CPU."""
+        return self._spread(values, len(record.decisions), record.n_queries).cpu()
 
     # --- layouts ----------------------------------------------------------------------------------------------------
 
@@ -400,9 +412,9 @@ class _KnownTokens:
 
 @dataclass(frozen=True)
 class _Promotion:
-    """Log-weights of the resident rows (N, R, S), and the rows that were read: unit of each, key, value."""
+    """Log-weights of the resident rows, (N, beams, rows, S) per chunk, and the rows that were read."""
 
-    log_weights: Tensor
+    log_weights: list[Tensor]
     units: Tensor
     keys: Tensor
     values: Tensor
@@ -432,5 +444,10 @@ def _allowed(mask: Tensor | None, n_total: int) -> Tensor | None:
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():
-        return mask > torch.finfo(mask.dtype).min / 2
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((hidden | (mask == 0)).all()):
+            raise NotImplementedError(
+                "attention_mask adds finite values to logits; after sealing it can only hide tokens (0 or the minimum)"
+            )
+        return ~hidden
     return mask != 0

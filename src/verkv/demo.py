@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from verkv import __version__
+from verkv.checks import check_count
 
 NEEDLE = "One of the special magic numbers for {key} is: {number}."
 INTRODUCTION = (
@@ -84,6 +85,8 @@ def run_demo(settings: DemoSettings) -> list[Result]:
         If an option is out of range, or the model cannot hold the context.
     """
     presses = _presses(settings)  # refuses bad options before anything is loaded
+    check_count("--max-new-tokens", settings.max_new_tokens, least=1)
+    _prepare_output(settings.output_dir)
     model, tokenizer = _load(settings)
     task = build_task(tokenizer, settings.tokens, settings.seed)
     context_ids, question_ids = encode_task(tokenizer, task, model.device)
@@ -187,7 +190,7 @@ def format_table(results: list[Result], settings: DemoSettings) -> str:
 resident    bytes on the device / bytes of the full cache; the budget is {1 - settings.compression_ratio:.2%}, and the
             sample's size varies with the draw
 KV read     bytes read from the host / bytes of the full cache, per decoded token
-fetching    share of attention decisions (one head of one layer for one token) that fetch
+fetching    share of attention decisions (one head of one layer for one decoded token) that fetch
 violations  share of decisions whose softmax denominator is really off by more than epsilon = {settings.epsilon:g};
             VerKV aims at delta = {settings.delta:.0%} or less: proven for exact weights, measured for the 2-bit sketch
 time        prefill, scoring, answer, and the audit that measures the violations"""
@@ -195,6 +198,14 @@ time        prefill, scoring, answer, and the audit that measures the violations
 
 
 # --- running --------------------------------------------------------------------------------------------------------
+
+
+def _prepare_output(folder: Path) -> None:
+    """Make the folder now: a demo that cannot write its results should not run for minutes first."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output-dir {str(folder)!r} cannot be made: {error}") from error
 
 
 def _presses(settings: DemoSettings) -> dict:
@@ -233,7 +244,11 @@ def _load(settings: DemoSettings):
         name = str(demo_model_path())
     else:
         name = settings.model
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {settings.device!r} cannot be used: {error}") from error
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -267,12 +282,12 @@ def encode_task(tokenizer, task: Task, device: torch.device) -> tuple[torch.Tens
 @torch.inference_mode()
 def _ask(name, press, model, tokenizer, context_ids, question_ids, task, settings, bar) -> Result:
     """Prefill with the press, ask, decode greedily."""
-    from transformers import DynamicCache
+    from verkv import make_cache
 
     start = time.perf_counter()
-    cache = DynamicCache()
+    cache = make_cache(model.config)
     with press(model) if press is not None else contextlib.nullcontext():
-        model.model(input_ids=context_ids, past_key_values=cache)
+        (getattr(model, "model", None) or model.base_model)(input_ids=context_ids, past_key_values=cache)
     bar.update()
     logits = model(input_ids=question_ids, past_key_values=cache, logits_to_keep=1).logits
     bar.update()
@@ -282,7 +297,7 @@ def _ask(name, press, model, tokenizer, context_ids, question_ids, task, setting
     for _ in range(settings.max_new_tokens):
         tokens.append(int(logits[0, -1].argmax()))
         bar.update()
-        if tokens[-1] in stop:
+        if tokens[-1] in stop or len(tokens) == settings.max_new_tokens:
             bar.update(settings.max_new_tokens - len(tokens))
             break
         logits = model(input_ids=context_ids.new_tensor([tokens[-1:]]), past_key_values=cache).logits
@@ -293,9 +308,9 @@ def _ask(name, press, model, tokenizer, context_ids, question_ids, task, setting
         stats = press.stats
         result.resident = press.memory_report().resident_share
         result.kv_read_per_token = stats.kv_read_per_token
-        result.fetch_rate = stats.fetch_rate()
-        if stats.sealed_layers:
-            result.violation_rate = stats.violation_rate(settings.epsilon)
+        result.fetch_rate = stats.fetch_rate("decode")
+        if stats.sealed_layers and stats.decisions("decode"):
+            result.violation_rate = stats.violation_rate(settings.epsilon, "decode")
         result.stats = stats.summary()
     return result
 
@@ -323,7 +338,6 @@ def _shorten(answer: str, width: int = 24) -> str:
 
 
 def _write(settings: DemoSettings, model, n_tokens: int, task: Task, results: list[Result], press) -> None:
-    settings.output_dir.mkdir(parents=True, exist_ok=True)
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "settings": {**asdict(settings), "output_dir": str(settings.output_dir)},
@@ -375,7 +389,7 @@ def _draw(stats, settings: DemoSettings, path: Path) -> None:
         axes.set_yticks(range(0, len(stats.sealed_layers), 5), [str(i) for i in stats.sealed_layers[::5]])
     figure.suptitle(
         f"{stats.method}, {stats.sketch} sketch, {1 / (1 - settings.compression_ratio):.3g}x: "
-        f"{stats.fetch_rate():.0%} of decisions fetch, {stats.kv_read_per_token:.1%} of the cache read per token"
+        f"{stats.fetch_rate():.0%} of all decisions fetch, {stats.kv_read_per_token:.1%} of the cache read per token"
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)

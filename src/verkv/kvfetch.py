@@ -10,14 +10,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from verkv.checks import check_count
 from verkv.estimators.certificate import check_delta
 from verkv.estimators.fetching import check_epsilon, fetch_plan
 from verkv.estimators.shrinkage import binary_shrinkage, optimal_shrinkage
 
 SHRINKAGE_RULES = {"binary": binary_shrinkage, "optimal": optimal_shrinkage}
 
-# Query rows are planned in chunks of at most this many (row, token) pairs, so that a long question pass needs about
-# 64 MB per temporary whatever its length.
+# Query rows are planned and attended to in chunks of at most this many (row, token) pairs: 64 MB per temporary. Only
+# the log-weights of the resident rows are kept for all query rows of a pass.
 MAX_PLANNED_PAIRS = 2**24
 
 
@@ -52,11 +53,16 @@ class FetchConfig:
     paper: bool = False
 
     def __post_init__(self):
+        for name in ("epsilon", "delta"):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, float(value))
+            except (TypeError, ValueError):
+                raise ValueError(f"{name} must be a number, got {value!r}") from None
         check_epsilon(self.epsilon)
         check_delta(self.delta)
-        if self.shortlist < 0:
-            raise ValueError(f"shortlist must be >= 0, got {self.shortlist}")
-        if self.shrinkage not in SHRINKAGE_RULES:
+        check_count("shortlist", self.shortlist)
+        if not isinstance(self.shrinkage, str) or self.shrinkage not in SHRINKAGE_RULES:
             raise ValueError(f"shrinkage must be one of {sorted(SHRINKAGE_RULES)}, got {self.shrinkage!r}")
 
 
@@ -107,7 +113,7 @@ def decide(
     ----------
     .. [1] Jha et al., "Verify Before You Fetch", arXiv:2611.11319v1.
     """
-    # One common scale per row. It comes from planning logits only, so that even its rounding is blind to the draw.
+    # One common scale per row, from planning logits only: like them it is blind to the draw (up to float rounding).
     peak = torch.maximum(planning_logits.amax(-1), tail_lse)
     peak = torch.where(torch.isfinite(peak), peak, 0.0)
     weights = (planning_logits - peak[..., None]).exp()

@@ -50,6 +50,17 @@ class LayerRecord:
     relative_error: Tensor | None = None
     output_error: Tensor | None = None
 
+    @property
+    def has_details(self) -> bool:
+        """Whether something is kept of every decision."""
+        return self.error_bound is not None or self.relative_error is not None
+
+    def plus(self, other: "LayerRecord") -> "LayerRecord":
+        """Counts of both, of the same layer; ``n_queries`` tells the phase only."""
+        names = ("decisions", "fetching", "kv_fetching", "n_contexts", "promoted", "full_bytes", "fetched")
+        names += ("shortlisted", "bytes_read")
+        return dataclasses.replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
 
 @dataclass
 class FetchStats:
@@ -70,6 +81,8 @@ class FetchStats:
         What a reader of the figures must know (what is not counted, why a cache was not sealed, ...).
     record_bounds : bool
         Keep the bound of every decision in the records.
+    passes : list of list of LayerRecord
+        Passes whose records are kept one by one: all with bounds or an audit, otherwise only the last.
 
     Examples
     --------
@@ -85,15 +98,28 @@ class FetchStats:
     sealed_layers: tuple[int, ...] = ()
     notes: list[str] = field(default_factory=list)
     record_bounds: bool = False
-    passes: list[list[LayerRecord]] = field(default_factory=list)
+    passes: list[list[LayerRecord]] = field(default_factory=list, repr=False)
+    _totals: dict[tuple[int, bool], LayerRecord] = field(default_factory=dict, repr=False)
+    _n_totalled: int = field(default=0, repr=False)
 
     def record(self, record: LayerRecord) -> None:
         """Add a layer's record. The first sealed layer opens a new pass; one that was cut short is forgotten."""
         if not self.passes or record.layer_idx == self.sealed_layers[0]:
-            if self.passes and len(self.passes[-1]) < len(self.sealed_layers):
-                self.passes.pop()
+            self._close_pass()
             self.passes.append([])
         self.passes[-1].append(record)
+
+    def _close_pass(self) -> None:
+        """Add the last pass to the totals, so that long generations need no more memory, unless it has details."""
+        if not self.passes:
+            return
+        if len(self.passes[-1]) < len(self.sealed_layers):
+            self.passes.pop()
+        elif not any(record.has_details for record in self.passes[-1]):
+            self._n_totalled += 1
+            for record in self.passes.pop():
+                key = record.layer_idx, record.n_queries > 1
+                self._totals[key] = self._totals[key].plus(record) if key in self._totals else record
 
     def drop_pass_until(self, layer_idx: int) -> None:
         """Forget the forward pass that failed in a layer; it was opened by an earlier layer, if there is one."""
@@ -105,14 +131,18 @@ class FetchStats:
     @property
     def n_passes(self) -> int:
         """Forward passes since sealing, question passes and decode steps."""
-        return len(self.passes)
+        return self._n_totalled + len(self.passes)
 
     def records(self, phase: str = "all") -> Iterable[LayerRecord]:
-        """Records of a phase: "question" (several query tokens), "decode" (one), or "all"."""
+        """Records of a phase: "question" (several query tokens), "decode" (one), or "all".
+
+        One per layer and pass where bounds or an audit are kept, otherwise sums over passes.
+        """
         if phase not in ("all", "question", "decode"):
             raise ValueError(f"phase must be 'all', 'question' or 'decode', got {phase!r}")
         wanted = {"all": (True, False), "question": (True,), "decode": (False,)}[phase]
-        return [r for records in self.passes for r in records if (r.n_queries > 1) in wanted]
+        kept = [record for records in (self._totals.values(), *self.passes) for record in records]
+        return [record for record in kept if (record.n_queries > 1) in wanted]
 
     def decisions(self, phase: str = "all") -> int:
         """Attention decisions: one query head of one layer at one query token."""
@@ -188,6 +218,8 @@ class FetchStats:
 
     def by_head(self) -> dict[str, Tensor]:
         """Fetch rate and, where recorded, mean bound of every layer and query head, each (n_layers, Hq)."""
+        if self.n_passes == 0:
+            raise ValueError("no forward pass since sealing, so there is nothing to show by head")
         layers = {idx: [r for r in self.records() if r.layer_idx == idx] for idx in self.sealed_layers}
         rate = [
             torch.stack([r.fetching for r in rs]).sum(0) / torch.stack([r.decisions for r in rs]).sum(0)
@@ -245,7 +277,8 @@ class MemoryReport:
         ``row_offsets``. Layers that were not sealed count as ``unsealed``.
     device_uncharged : dict of str to int
         On the device, but not growing with the context (``sketch_channels``, ``window_states``: what sliding layers can
-        go back to), or new since sealing (``tail``).
+        go back to, ``linear_states``: the states of linear-attention layers and those they can go back to), or new
+        since sealing (``tail``).
     host : dict of str to int
         The full cache, ``host_keys`` and ``host_values``.
     full_bytes : int
@@ -296,9 +329,9 @@ def memory_report(cache) -> MemoryReport:
 def _layer_memory(layer) -> tuple[dict[str, dict[str, int]], int]:
     if getattr(layer, "sealed", False):
         return layer.memory(), layer.full_bytes
-    if hasattr(layer, "sliding_window") and hasattr(layer, "memory"):
+    if hasattr(layer, "memory") and not hasattr(layer, "sealed"):  # a layer that is left as it is
         parts = layer.memory()
-        return parts, parts["device"]["unsealed"]
+        return parts, parts["device"].get("unsealed", 0)
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     size = sum(t.nbytes for t in (keys, values) if isinstance(t, Tensor))
     return {"device": {"unsealed": size}}, size

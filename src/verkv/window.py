@@ -19,18 +19,18 @@ class _Moment:
 
 
 @dataclass(frozen=True)
-class WindowKV:
-    """Stands for ``layer.keys`` of a window that can go back: its logical length, and nothing else."""
+class LogicalKV:
+    """Stands for ``layer.keys`` of a layer that can go back but holds no prefixes: its logical length, nothing else."""
 
-    layer: "WindowLayer"
+    layer: object
     length: int
 
-    def __getitem__(self, index) -> "WindowKV":
+    def __getitem__(self, index) -> "LogicalKV":
         """A prefix ``[:, :, :n]``, as KVPress' roll-back takes it."""
         start, stop, step = index[2].indices(self.length)
         if start != 0 or step != 1:
-            raise NotImplementedError("keys and values of a sliding layer can only be sliced as [:, :, :n]")
-        return WindowKV(self.layer, stop)
+            raise NotImplementedError("keys and values of sliding and linear layers can only be sliced as [:, :, :n]")
+        return LogicalKV(self.layer, stop)
 
 
 def refuse_half_a_forward(siblings: list, index: int, n_new: int) -> None:
@@ -134,7 +134,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     @property
     def keys(self):
         """The window's keys; a stand-in once the context's end is marked."""
-        return WindowKV(self, self.cumulative_length) if self._context is not None else self._keys
+        return LogicalKV(self, self.cumulative_length) if self._context is not None else self._keys
 
     @keys.setter
     def keys(self, value):
@@ -143,7 +143,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     @property
     def values(self):
         """See :attr:`keys`."""
-        return WindowKV(self, self.cumulative_length) if self._context is not None else self._values
+        return LogicalKV(self, self.cumulative_length) if self._context is not None else self._values
 
     @values.setter
     def values(self, value):
@@ -153,7 +153,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         return _Moment(self._keys, self._values, self.cumulative_length)
 
     def _assign(self, name: str, value) -> None:
-        if not isinstance(value, WindowKV):
+        if not isinstance(value, LogicalKV):
             setattr(self, name, value)
         elif not self._go_back(value.length):
             raise NotImplementedError(

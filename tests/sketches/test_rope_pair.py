@@ -226,3 +226,18 @@ def test_gpu_gives_the_same():
     actual = RopePairSketch().build(keys.cuda())
     assert torch.equal(actual._codes.cpu(), expected._codes)
     assert_close(actual.logits(query.cuda()).cpu(), expected.logits(query), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "head_dim", "match"),
+    [({}, 2, "head dim of 2"), ({}, 15, "head dim of 15"), ({"rotary_dim": 32}, 16, "rotary_dim=32")],
+)
+def test_keys_that_do_not_fit_the_sketch(options, head_dim, match):
+    with pytest.raises(ValueError, match=match):
+        RopePairSketch(**options).build(torch.randn(1, 1, 10, head_dim))
+
+
+@pytest.mark.parametrize("rotary_dim", [0, -2, 5, 16.0])
+def test_rotary_dim_out_of_range(rotary_dim):
+    with pytest.raises(ValueError, match="rotary_dim"):
+        RopePairSketch(rotary_dim=rotary_dim)

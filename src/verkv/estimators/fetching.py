@@ -158,9 +158,9 @@ def fetch_plan(
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raise ValueError unless epsilon > 0."""
-    if not epsilon > 0.0:
-        raise ValueError(f"epsilon must be > 0, got {epsilon}: use a tiny value to fetch everything")
+    """Raise ValueError unless 0 < epsilon < infinity."""
+    if not 0.0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be > 0 and finite, got {epsilon}: use a tiny value to fetch everything")
 
 
 def _suffix_sum(values: Tensor, order: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verkv.checks import check_count
 from verkv.context import SealPlan
 from verkv.presses.budget import LayerGeometry, token_budget
 from verkv.presses.scores import Scores
@@ -40,8 +41,7 @@ class EvictionPress(SealingPress):
         self._check_options()
 
     def _check_options(self) -> None:
-        if self.n_sink < 0:
-            raise ValueError(f"n_sink must be >= 0, got {self.n_sink}")
+        check_count("n_sink", self.n_sink)
         check_budget_scope(self.budget_scope)
 
     def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
@@ -50,7 +50,6 @@ class EvictionPress(SealingPress):
     def _plans(
         self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
     ) -> tuple[dict[int, SealPlan], list[str]]:
-        self._check_options()
         budget = token_budget(
             prompt.lengths, prompt.n_protected, self.compression_ratio, geometry, None, token_codes=False, floor=0.0
         )
@@ -93,5 +92,5 @@ def top_tokens(scores: Tensor, budget: Tensor, protected: Tensor, is_token: Tens
 
 def check_budget_scope(scope: str) -> None:
     """Raise ValueError unless the scope is one of the three."""
-    if scope not in BUDGET_SCOPES:
+    if not isinstance(scope, str) or scope not in BUDGET_SCOPES:
         raise ValueError(f"budget_scope must be one of {sorted(BUDGET_SCOPES)}, got {scope!r}")

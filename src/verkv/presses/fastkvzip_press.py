@@ -9,6 +9,7 @@ from kvpress import FastKVzipPress as KVPressFastKVzip
 from kvpress.presses.fastkvzip_press import FastKVzipGate
 from torch import Tensor, nn
 
+from verkv.checks import check_count
 from verkv.presses.eviction_press import EvictionPress
 
 HUB_REPOSITORY = "Jang-Hyun/Fast-KVzip"
@@ -43,8 +44,8 @@ class FastKVzipPress(EvictionPress):
 
     def _check_options(self) -> None:
         super()._check_options()
-        if self.n_local is not None and self.n_local < 0:
-            raise ValueError(f"n_local must be >= 0, got {self.n_local}")
+        if self.n_local is not None:
+            check_count("n_local", self.n_local)
 
     def source(self) -> "GateSource":
         """A fresh gate scorer."""

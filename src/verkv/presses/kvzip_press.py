@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from verkv.attention import observe_attention
 from verkv.cache import layer_kinds
+from verkv.checks import check_count
+from verkv.hybrid import LinearLayer
 from verkv.presses.eviction_press import EvictionPress
 from verkv.presses.scores import Scores
 from verkv.presses.sealing_press import left_padding
@@ -46,8 +48,7 @@ class KVzipPress(EvictionPress):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        check_count("chunk_size", self.chunk_size, least=1)
 
     def source(self) -> "ReplaySource":
         """A fresh replay scorer."""
@@ -164,7 +165,12 @@ def _row_of(cache, row: int, n_tokens: int):
     """A cache of one row's last ``n_tokens`` tokens, which are views of the cache's; sliding layers hold fewer."""
     alone = copy.copy(cache)
     alone.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in alone.layers:
+    for index, layer in enumerate(alone.layers):
+        if hasattr(layer, "join"):
+            layer.join(alone.layers, index)
+        if isinstance(layer, LinearLayer):  # padding is masked to zeros, which leave an empty state empty
+            layer.state = layer.state.row(row, n_tokens)
+            continue
         layer.keys, layer.values = (t[row : row + 1, :, -n_tokens:] for t in (layer.keys, layer.values))
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = n_tokens
@@ -178,14 +184,14 @@ def _replay(backbone: nn.Module, cache, replay: Tensor) -> None:
         backbone(input_ids=replay, past_key_values=cache, use_cache=True)
     finally:
         for layer, state in zip(cache.layers, before, strict=True):
-            layer.keys, layer.values = state[0], state[1]
-            if state[2] is not None:
-                layer.cumulative_length = state[2]
+            for name, value in state.items():
+                setattr(layer, name, value)
 
 
-def _layer_state(layer) -> tuple[Tensor, Tensor, int | None]:
-    """References are enough: transformers' layers append by concatenation, never in place."""
-    return layer.keys, layer.values, getattr(layer, "cumulative_length", None)
+def _layer_state(layer) -> dict[str, object]:
+    """Attributes to set again. References are enough: layers append by concatenation, never in place."""
+    names = ["state"] if isinstance(layer, LinearLayer) else ["keys", "values", "cumulative_length"]
+    return {name: getattr(layer, name) for name in names if hasattr(layer, name)}
 
 
 def _template_halves(tokenizer) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verkv.checks import check_count
 from verkv.context import SealPlan
 from verkv.estimators.sampling import (
     MIN_INCLUSION_PROB,
@@ -35,7 +36,7 @@ class PoissonCompPress(SealingPress):
     ----------
     press : object
         Where the scores tau come from: ``KVzipPress()``, ``FastKVzipPress()`` (VerKV's or KVPress'), any KVPress
-        ``ScorerPress``, or ``AdaKVPress`` around one. It is not changed.
+        ``ScorerPress``, or ``AdaKVPress`` around one (without its ``alpha_safeguard``). It is not changed.
     compression_ratio : float in [0, 1), optional
         Fraction of the cache that is removed, all parts counted: 16x is 0.9375. Taken from ``press`` if not given.
     n_sink, n_local : int
@@ -83,11 +84,12 @@ class PoissonCompPress(SealingPress):
         return resolve_source(copy.copy(self.press))[0]
 
     def _check_options(self) -> None:
-        for name in ("n_sink", "n_local"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if not 0.0 <= self.alpha <= 1.0:
-            raise ValueError(f"alpha must be in [0, 1], got {self.alpha}")
+        check_count("n_sink", self.n_sink)
+        check_count("n_local", self.n_local)
+        if not isinstance(self.alpha, (int, float)) or not 0.0 <= self.alpha <= 1.0:
+            raise ValueError(f"alpha must be a number in [0, 1], got {self.alpha!r}")
+        if self.seed is not None and not -(2**63) <= check_count("seed", self.seed, least=-(2**63)) < 2**64:
+            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
         check_budget_scope(self._scope())
 
     def _scope(self) -> str:
@@ -109,7 +111,6 @@ class PoissonCompPress(SealingPress):
     def _plans(
         self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
     ) -> tuple[dict[int, SealPlan], list[str]]:
-        self._check_options()
         fetch, sketch = self._fetch_config(), self._sketch(model)
         budget = token_budget(
             prompt.lengths,

@@ -1,6 +1,8 @@
 """What all presses share: score the prompt in prefill, decide what each layer keeps, seal."""
 
 import contextlib
+import inspect
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -13,9 +15,13 @@ from torch import Tensor, nn
 
 from verkv.cache import check_cache, empty_cache, layer_kinds, seal_cache
 from verkv.context import SealPlan
+from verkv.hybrid import repair_linear_attention
 from verkv.presses.budget import LayerGeometry, check_compression_ratio
 from verkv.presses.scores import Scores, ScoreSource, unit_scores
 from verkv.stats import FetchStats, MemoryReport, memory_report
+
+# Models that a press is active on, by thread: the replay of one press must not be taken for another's prefill.
+_ACTIVE_BLOCKS: set[tuple[int, int]] = set()
 
 BUDGET_SCOPES = {"head": 1, "layer": 2, "model": 3}  # trailing axes of (C, L, Hkv, T) that share one budget
 
@@ -63,7 +69,8 @@ class SealingPress(BasePress):
 
     The first forward pass with an empty cache inside the context is the prefill. Right after it the prompt is scored
     and the cache's full-attention layers are sealed in place, so that both KVPress' pipeline and ``model.generate``
-    work. Sliding-window layers are left as they are.
+    work. Sliding-window and linear-attention layers are left as they are; models with the latter need a cache of
+    :func:`verkv.make_cache`. For inference only: no gradient flows through a sealed cache.
 
     Subclasses have a field ``compression_ratio`` and provide :meth:`source` and :meth:`_plans`.
     """
@@ -77,7 +84,14 @@ class SealingPress(BasePress):
             value = check_compression_ratio(value)
         super().__setattr__(name, value)
 
+    def __getstate__(self) -> dict:
+        """Everything but the reference to the last cache, which cannot be pickled."""
+        return self.__dict__ | {"_cache_ref": None}
+
     # --- for subclasses ---------------------------------------------------------------------------------------------
+
+    def _check_options(self) -> None:
+        """Raise ValueError if an option is out of range. They may be set after construction, so it is called again."""
 
     def source(self) -> ScoreSource:
         """A fresh score source."""
@@ -143,8 +157,19 @@ class SealingPress(BasePress):
         """
         kinds = layer_kinds(model.config)
         refuse_soft_capping(model.config)
-        check_compression_ratio(self.compression_ratio)
+        if "linear_attention" in kinds:
+            repair_linear_attention(model.config)
+        refuse_learned_sinks(model)
+        self._check_options()
+        block = id(model), threading.get_ident()
+        if block in _ACTIVE_BLOCKS:
+            raise NotImplementedError(
+                "another VerKV press is active on this model: leave its block before entering one"
+            )
+        self._stats, self._cache_ref = None, None
         with contextlib.ExitStack() as stack:
+            _ACTIVE_BLOCKS.add(block)
+            stack.callback(_ACTIVE_BLOCKS.discard, block)
             if self.compression_ratio == 0.0:
                 source = None  # exact; no scores are needed
             else:
@@ -185,6 +210,7 @@ class SealingPress(BasePress):
         """
         kinds = layer_kinds(model.config)
         refuse_soft_capping(model.config)
+        self._check_options()
         check_cache(cache, kinds)
         stats = self._new_stats()
         layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
@@ -248,6 +274,7 @@ class _Session:
         self.press, self.model, self.kinds, self.source = press, model, kinds, source
         self.scores: Scores = {}
         self.busy = False  # replays run the model again
+        self.thread = threading.get_ident()
         self.is_prefill = False
         self.prefill_cache = None
         self.has_candidates = False
@@ -262,6 +289,14 @@ class _Session:
         if self.source is None or self.source.on_attention is None:
             return
         decoder = getattr(backbone, "language_model", backbone)
+        blocks = [
+            b for b, kind in zip(getattr(decoder, "layers", []), self.kinds, strict=False) if kind == "full_attention"
+        ]
+        if not blocks or not all(hasattr(block, "self_attn") for block in blocks):
+            raise NotImplementedError(
+                f"{type(self.model).__name__} has no layers with self_attn, where this press takes its scores; use "
+                f"KVzipPress() as press"
+            )
         for layer, kind in zip(decoder.layers, self.kinds, strict=True):
             if kind != "full_attention":
                 continue
@@ -276,6 +311,10 @@ class _Session:
         for attention in self.with_rotary:
             del attention.rotary_emb
 
+    def ignores_this_pass(self) -> bool:
+        """A replay of our own, or another thread's forward pass: hooks are the model's, the session is this block's."""
+        return self.busy or threading.get_ident() != self.thread
+
     def before_model(self, module: nn.Module, args, kwargs: dict) -> None:
         """See whether candidate tokens may be among the inputs.
 
@@ -287,16 +326,38 @@ class _Session:
 
     def before_forward(self, module: nn.Module, args, kwargs: dict) -> None:
         """See whether this forward pass is the prefill, and refuse caches that cannot be sealed before it runs."""
-        if self.busy:
+        if self.ignores_this_pass():
             return
         self.discard_unfinished_prefill()
         self.seal_postponed()
+        kwargs = _by_name(module, args, kwargs)
         cache = _cache_argument(kwargs)
+        if "linear_attention" in self.kinds:  # also if there is none: such models would make one of their own
+            check_cache(cache, self.kinds)
         if cache is not None and cache.get_seq_length() > 0:
+            self.say_what_stays_uncompressed(cache, kwargs)
             return
         if cache is not None:
             check_cache(cache, self.kinds)
         self.is_prefill, self.prefill_cache, self.scores = True, cache, {}
+
+    def say_what_stays_uncompressed(self, cache, kwargs: dict) -> None:
+        """Only the first forward pass with an empty cache is compressed: note what else comes in many at once."""
+        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if not any(getattr(layer, "sealed", False) for layer in cache.layers):
+            if self.press.stats is None and self.press.compression_ratio > 0:
+                warnings.warn(
+                    f"past_key_values held {cache.get_seq_length()} tokens before the block: they are not compressed; "
+                    f"prefill inside the block, with an empty cache",
+                    stacklevel=2,
+                )
+        elif self.press.stats is not None and tokens is not None and tokens.shape[1] > 1 and not self.has_candidates:
+            note = (
+                "a pass of several tokens after the prefill is kept uncompressed, as a question is; for chunked "
+                "prefill pass the whole prompt at once"
+            )
+            if note not in self.press.stats.notes:
+                self.press.stats.notes.append(note)
 
     def discard_unfinished_prefill(self) -> None:
         """Empty the cache of a prefill that failed: half a prompt must not be taken for a whole one."""
@@ -307,7 +368,7 @@ class _Session:
     @torch.no_grad()
     def after_attention(self, module: nn.Module, args, kwargs: dict, output):
         """Collect a layer's scores during prefill."""
-        if self.busy or not self.is_prefill:
+        if self.ignores_this_pass() or not self.is_prefill:
             return
         cache = _cache_argument(kwargs)
         if cache is None:
@@ -317,19 +378,20 @@ class _Session:
 
     def after_forward(self, module: nn.Module, args, kwargs: dict, output) -> None:
         """Seal after the prefill; later, where candidates may still be taken out of the cache."""
-        if self.busy:
+        if self.ignores_this_pass():
             return
         is_prefill, self.is_prefill, self.prefill_cache = self.is_prefill, False, None
         has_candidates, self.has_candidates = self.has_candidates, False
         if not is_prefill:
             return
+        kwargs = _by_name(module, args, kwargs)
         cache = _cache_argument(kwargs)
         if cache is None:
             cache = getattr(output, "past_key_values", None)
         if cache is None:
             raise ValueError("there is no cache to compress: call the model with use_cache=True")
         check_cache(cache, self.kinds)
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else (args[0] if args else None)
+        ids = kwargs.get("input_ids")
         mask = kwargs.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             raise NotImplementedError(
@@ -411,6 +473,23 @@ def refuse_soft_capping(config) -> None:
             f"attn_logit_softcapping={text.attn_logit_softcapping}: the certificate needs weights exp(<k, q>), "
             f"soft-capped attention has none; use the model without VerKV"
         )
+
+
+def refuse_learned_sinks(model) -> None:
+    """Raise NotImplementedError for models whose softmax has a learned extra term (gpt-oss)."""
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        raise NotImplementedError(
+            f"{type(model).__name__} has learned attention sinks (a softmax term without a token), which are not "
+            f"supported; use the model without VerKV"
+        )
+
+
+def _by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:
+    """All arguments of a forward call by name; most are passed by name already."""
+    if not args:
+        return kwargs
+    names = [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _cache_argument(kwargs: dict):

@@ -1,5 +1,6 @@
 """VerKV: PoissonComp's sample, a sketch of all keys, and verified fetching from the host (Algorithm 2)."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from verkv.kvfetch import FetchConfig
@@ -65,24 +66,31 @@ class VerKVPress(PoissonCompPress):
     def _check_options(self) -> None:
         super()._check_options()
         self._fetch_config()
-        if isinstance(self.sketch, str) and self.sketch not in ("rope_pair", "exact"):
+        is_sketch = (
+            hasattr(self.sketch, "build") and hasattr(self.sketch, "logits") and not isinstance(self.sketch, type)
+        )
+        if self.sketch not in ("rope_pair", "exact") and not is_sketch:
             raise ValueError(f"sketch must be 'rope_pair', 'exact' or a Sketch, got {self.sketch!r}")
 
     def _fetch_config(self) -> FetchConfig:
         return FetchConfig(self.epsilon, self.delta, self.shortlist, self.shrinkage, self.paper)
 
     def _sketch(self, model) -> Sketch:
+        n_rotated = rotary_dim(model.config)
+        if isinstance(self.sketch, RopePairSketch) and self.sketch.rotary_dim is None:
+            return dataclasses.replace(self.sketch, rotary_dim=n_rotated)
         if not isinstance(self.sketch, str):
             return self.sketch
-        rope_pair = RopePairSketch(rotary_dim=rotary_dim(model.config))
+        rope_pair = RopePairSketch(rotary_dim=n_rotated)
         return rope_pair if self.sketch == "rope_pair" else ExactSketch(charged_as=rope_pair)
 
     def _new_stats(self) -> FetchStats:
         name = self.sketch if isinstance(self.sketch, str) else self.sketch.name
+        config = self._fetch_config()
         return FetchStats(
             method=type(self).__name__,
-            epsilon=self.epsilon,
-            delta=self.delta,
+            epsilon=config.epsilon,
+            delta=config.delta,
             sketch=name,
             record_bounds=self.record_bounds,
         )

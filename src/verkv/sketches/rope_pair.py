@@ -52,8 +52,11 @@ class RopePairSketch:
     def __post_init__(self):
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"fraction must be in (0, 1], got {self.fraction}")
-        if self.group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
+        if not isinstance(self.group_size, int) or self.group_size < 1:
+            raise ValueError(f"group_size must be an integer of at least 1, got {self.group_size!r}")
+        rotary_dim = self.rotary_dim
+        if rotary_dim is not None and (not isinstance(rotary_dim, int) or rotary_dim < 2 or rotary_dim % 2):
+            raise ValueError(f"rotary_dim must be an even number of channels or None, got {rotary_dim!r}")
 
     def build(self, keys: Tensor, queries: Tensor | None = None) -> "RopePairSketch":
         """Choose channels and quantise keys (B, Hkv, T, d). Queries are not used.
@@ -123,6 +126,12 @@ class RopePairSketch:
     def _choose_channels(self, keys: Tensor) -> Tensor:
         """Channels of the strongest pairs, (B, Hkv, n_channels): first members, then their partners."""
         head_dim = keys.shape[-1]
+        if head_dim < CODES_PER_BYTE or head_dim % 2:
+            raise ValueError(
+                f"keys have a head dim of {head_dim}; the sketch needs an even one of at least {CODES_PER_BYTE}"
+            )
+        if self.rotary_dim is not None and self.rotary_dim > head_dim:
+            raise ValueError(f"rotary_dim={self.rotary_dim} is larger than the keys' head dim of {head_dim}")
         first, second = _pairs(head_dim, self.rotary_dim or head_dim, keys.device)
         energy = keys.float().square().mean(2)  # (B, Hkv, d)
         if not bool(torch.isfinite(energy).all()):
