@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from verkv.window import LogicalKV, WindowLayer, refuse_half_a_forward
+from verkv.window import LogicalKV, WindowLayer
 
 WINDOW = 8
 
@@ -157,29 +157,3 @@ def test_memory_counts_every_tensor_once():
     assert layer.memory()["device_uncharged"]["window_states"] == 2 * marked + small
     layer.crop(20)
     assert layer.memory()["device"]["unsealed"] == marked
-
-
-class Length:
-    def __init__(self, length):
-        self.get_seq_length = lambda: length
-
-
-@pytest.mark.parametrize(
-    "lengths,index,n_new,refused",
-    [
-        ((10, 10, 10), 0, 2, False),
-        ((12, 10, 10), 1, 2, False),
-        ((12, 12, 10), 2, 2, False),
-        ((12, 10, 10), 0, 2, True),
-        ((12, 10, 10), 1, 1, True),
-        ((12, 12, 10), 1, 2, True),
-        ((10, 10, 12), 0, 1, True),
-    ],
-)
-def test_half_a_forward_pass_is_refused(lengths, index, n_new, refused):
-    layers = [Length(n) for n in lengths]
-    if refused:
-        with pytest.raises(ValueError, match=r"half a forward pass.*cache\.crop\(10\)"):
-            refuse_half_a_forward(layers, index, n_new)
-    else:
-        refuse_half_a_forward(layers, index, n_new)

@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from verkv.attention import SealedHandle, wrap_attention_functions
 from verkv.context import SealedContext, SealPlan
 from verkv.hybrid import HybridStates, LinearLayer, repair_linear_attention
+from verkv.members import Member, join_layers
 from verkv.stats import FetchStats, MemoryReport, memory_report
-from verkv.window import WindowLayer, refuse_half_a_forward
+from verkv.window import WindowLayer
 
 # transformers >= 5.24 crops by a (negative) number of tokens to remove; before, by the length to keep.
 _CROP_TAKES_REMOVED = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
@@ -65,7 +66,7 @@ class SealedKV:
         )
 
 
-class VerKVLayer(DynamicLayer):
+class VerKVLayer(Member, DynamicLayer):
     """A cache layer that behaves as transformers' ``DynamicLayer`` until :meth:`seal`.
 
     Sealed, the context lives in a :class:`~verkv.context.SealedContext` and new tokens in a tail that is always exact.
@@ -76,8 +77,6 @@ class VerKVLayer(DynamicLayer):
 
     def __init__(self):
         self.context: SealedContext | None = None
-        self._siblings: list = []
-        self._index = 0
         self._length_before = 0
         super().__init__()
 
@@ -97,10 +96,6 @@ class VerKVLayer(DynamicLayer):
     def sealed(self) -> bool:
         """Whether the context has been split over device and host."""
         return self.context is not None
-
-    def join(self, siblings: list, index: int) -> None:
-        """Get to know all layers of the cache and the own place, to tell whether a forward pass was cut short."""
-        self._siblings, self._index = siblings, index
 
     def seal(self, plan: SealPlan, stats: FetchStats) -> None:
         """Split the context as planned; the device's full copy is freed.
@@ -146,7 +141,7 @@ class VerKVLayer(DynamicLayer):
 
     def undo_update(self) -> None:
         """Take back what a failed forward pass has appended to this and the layers before it."""
-        for layer in self._siblings:
+        for _, layer in self._siblings:
             if layer.get_seq_length() > self._length_before:
                 layer.roll_back_to(self._length_before)
         self.context.stats.drop_pass_until(self._index)
@@ -177,7 +172,7 @@ class VerKVLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append tokens; returns what the attention function gets as keys and values."""
-        refuse_half_a_forward(self._siblings, self._index, key_states.shape[2])
+        self.refuse_half_a_forward(key_states.shape[2])
         if not self.sealed:
             return super().update(key_states, value_states, *args, **kwargs)
         self._length_before = self.get_seq_length()
@@ -206,7 +201,7 @@ class VerKVLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget everything; the layer is an empty plain one again."""
         self.context, self._keys, self._values, self.is_initialized = None, None, None, False
-        self._siblings = []
+        self.leave()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Permute the batch. Beams of one context share it, so only their tails move."""
@@ -296,7 +291,7 @@ class VerKVHybridCache(HybridStates, VerKVCache):
 
     def __init__(self, layers: list):
         super().__init__(layers=layers)
-        self.join_layers()
+        join_layers(self.layers)
 
 
 def make_cache(config) -> VerKVCache:
@@ -406,10 +401,10 @@ def seal_cache(cache, plans: dict[int, SealPlan], stats: FetchStats) -> None:
     """
     for index, layer in enumerate(cache.layers):  # all: those that stay as they are must roll back and reset, too
         if type(layer) is DynamicLayer:
-            layer = cache.layers[index] = VerKVLayer.adopt(layer)
+            cache.layers[index] = VerKVLayer.adopt(layer)
         elif type(layer) is DynamicSlidingWindowLayer:
-            layer = cache.layers[index] = WindowLayer.adopt(layer)
-        layer.join(cache.layers, index)
+            cache.layers[index] = WindowLayer.adopt(layer)
+    join_layers(cache.layers)
     sealed: list[int] = []
     try:
         for index in sorted(plans):

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from verkv.window import LogicalKV, refuse_half_a_forward
+from verkv.members import Member, join_layers
+from verkv.window import LogicalKV
 
 # By the text config's model_type: modelling module and class whose forward pass keeps the state.
 _GATED_DELTA_NETS = {
@@ -47,7 +48,7 @@ class _Moment:
         return replace(self.map(lambda t: t[index : index + 1]), length=length)
 
 
-class LinearLayer(CacheLayerMixin):
+class LinearLayer(Member, CacheLayerMixin):
     """The state of a linear-attention layer, with the states it can go back to.
 
     These are the context's end (of the first forward pass, until the cache is sealed), the one before the last forward
@@ -60,13 +61,7 @@ class LinearLayer(CacheLayerMixin):
         self._now = _Moment()
         self._context: _Moment | None = None
         self._before: _Moment | None = None
-        self._siblings: list = []
-        self._index = 0
         self._in_pass = False
-
-    def join(self, siblings: list, index: int) -> None:
-        """Get to know all layers of the cache and the own place, to tell whether a forward pass was cut short."""
-        self._siblings, self._index = siblings, index
 
     @property
     def state(self) -> _Moment:
@@ -85,7 +80,7 @@ class LinearLayer(CacheLayerMixin):
     @contextmanager
     def forward_pass(self, n_new: int) -> Iterator[_Moment]:
         """The pass of one layer over ``n_new`` tokens, with the state it starts from; undone if it fails."""
-        refuse_half_a_forward(self._siblings, self._index, n_new)
+        self.refuse_half_a_forward(n_new)
         self._before = before = self._now
         if before.conv is not None:
             # The kernels for single tokens write into the conv state, so they get a copy.
@@ -287,12 +282,7 @@ class HybridStates:
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.join_layers()
-
-    def join_layers(self) -> None:
-        """Let every layer know the others: a state cannot be mended later, so half a forward pass is never built on."""
-        for index, layer in enumerate(self.layers):
-            layer.join(self.layers, index)
+        join_layers(self.layers)  # a state cannot be mended later, so half a forward pass is never built on
 
 
 # --- the repair of multi-token forward passes -------------------------------------------------------------------------

@@ -1,12 +1,11 @@
-"""Sliding-window layers beside sealed ones: left as they are, but able to go back to the end of the context.
-
-And the check that every layer of a sealed cache makes: whether an earlier forward pass was cut short.
-"""
+"""Sliding-window layers beside sealed ones: left as they are, but able to go back to the end of the context."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from verkv.members import Member
 
 
 @dataclass(frozen=True)
@@ -33,25 +32,7 @@ class LogicalKV:
         return LogicalKV(self.layer, stop)
 
 
-def refuse_half_a_forward(siblings: list, index: int, n_new: int) -> None:
-    """Raise ValueError if an interrupted forward pass left the layers of a cache with different lengths.
-
-    ``index`` is the layer that is about to append ``n_new`` tokens; those before it have done so.
-    """
-    if not siblings:
-        return
-    length = siblings[index].get_seq_length()
-    for i, layer in enumerate(siblings):
-        expected = length + n_new if i < index else length
-        if layer.get_seq_length() != expected:
-            raise ValueError(
-                f"the cache holds half a forward pass: layer {i} has {layer.get_seq_length()} tokens instead of "
-                f"{expected}. An earlier forward pass was interrupted; call "
-                f"cache.crop({min(s.get_seq_length() for s in siblings)}) or cache.reset()"
-            )
-
-
-class WindowLayer(DynamicSlidingWindowLayer):
+class WindowLayer(Member, DynamicSlidingWindowLayer):
     """transformers' sliding-window layer, which remembers its state at the end of the context.
 
     A window forgets old tokens, so it cannot be cropped in general. Asking several questions about one context only
@@ -61,8 +42,6 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def __init__(self, sliding_window: int):
         self._context: _Moment | None = None
         self._before: _Moment | None = None
-        self._siblings: list = []
-        self._index = 0
         super().__init__(sliding_window)
 
     @classmethod
@@ -73,17 +52,13 @@ class WindowLayer(DynamicSlidingWindowLayer):
         adopted._keys, adopted._values = layer.keys, layer.values
         return adopted
 
-    def join(self, siblings: list, index: int) -> None:
-        """Get to know all layers of the cache and the own place, to tell whether a forward pass was cut short."""
-        self._siblings, self._index = siblings, index
-
     def mark_context(self) -> None:
         """Remember the present state as the context's end."""
         self._context = self._now()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
         """Append tokens as transformers does."""
-        refuse_half_a_forward(self._siblings, self._index, key_states.shape[2])
+        self.refuse_half_a_forward(key_states.shape[2])
         marked, self._context = self._context, None  # plain tensors for the parent class
         self._before = self._now()
         try:
@@ -116,7 +91,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def reset(self) -> None:
         """Forget everything."""
-        self._context, self._before, self._siblings = None, None, []
+        self._context, self._before = None, None
+        self.leave()
         self._keys, self._values, self.is_initialized, self.cumulative_length = None, None, False, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -10,6 +10,7 @@ from verkv.attention import observe_attention
 from verkv.cache import layer_kinds
 from verkv.checks import check_count
 from verkv.hybrid import LinearLayer
+from verkv.members import join_layers
 from verkv.presses.eviction_press import EvictionPress
 from verkv.presses.scores import Scores
 from verkv.presses.sealing_press import left_padding
@@ -165,9 +166,8 @@ def _row_of(cache, row: int, n_tokens: int):
     """A cache of one row's last ``n_tokens`` tokens, which are views of the cache's; sliding layers hold fewer."""
     alone = copy.copy(cache)
     alone.layers = [copy.copy(layer) for layer in cache.layers]
-    for index, layer in enumerate(alone.layers):
-        if hasattr(layer, "join"):
-            layer.join(alone.layers, index)
+    join_layers(alone.layers)
+    for layer in alone.layers:
         if isinstance(layer, LinearLayer):  # padding is masked to zeros, which leave an empty state empty
             layer.state = layer.state.row(row, n_tokens)
             continue
