@@ -25,6 +25,9 @@ demo: setup  ## run the demo; options in ARGS="..."
 test: setup lint kvpress-tests  ## lint, then run all tests that the machine can run; pytest options in ARGS="..."
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS) $(ARGS)
 
+test-fast: $(INSTALLED)  ## the quick part of the tests, for the working loop
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS) -m "not slow and not real_model" $(ARGS)
+
 test-gpu: $(INSTALLED)  ## run only the tests that need a CUDA device
 	$(TEST_ENV) $(BIN)/python -m pytest -m gpu $(ARGS)
 

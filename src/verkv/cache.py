@@ -175,6 +175,7 @@ class VerKVLayer(Member, DynamicLayer):
         self.refuse_half_a_forward(key_states.shape[2])
         if not self.sealed:
             return super().update(key_states, value_states, *args, **kwargs)
+        self._check_states(key_states, value_states)
         self._length_before = self.get_seq_length()
         self.tail_keys = torch.cat([self.tail_keys, key_states], dim=2)
         self.tail_values = torch.cat([self.tail_values, value_states], dim=2)
@@ -245,6 +246,17 @@ class VerKVLayer(Member, DynamicLayer):
                 "keys and values of a sealed layer cannot be replaced (is a second press pruning the cache?); "
                 "reset the cache"
             )
+
+    def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
+        """New tokens must come from the batch and the model that the context was sealed for."""
+        for new, tail in ((key_states, self.tail_keys), (value_states, self.tail_values)):
+            given, expected = (*new.shape[:2], new.shape[3]), (*tail.shape[:2], tail.shape[3])
+            if given != expected:
+                raise ValueError(
+                    f"past_key_values was sealed for {expected[0]} rows, {expected[1]} KV heads and head dim "
+                    f"{expected[2]}, but the new tokens have {given[0]}, {given[1]} and {given[2]}; use the cache with "
+                    f"its own model and batch, or repeat it with cache.batch_repeat_interleave"
+                )
 
     def _crop_to(self, length: int) -> None:
         if length >= self.get_seq_length():
@@ -336,6 +348,11 @@ def layer_kinds(config) -> list[str]:
         For kinds that VerKV can neither seal nor leave alone.
     """
     text = config.get_text_config(decoder=True)
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise NotImplementedError(
+            f"the model shares keys and values between layers (num_kv_shared_layers={text.num_kv_shared_layers}), "
+            f"which is not supported; use the model without VerKV"
+        )
     kinds = getattr(text, "layer_types", None)
     if kinds is None:  # Mistral, Ministral3: one window for all layers, or none
         windowed = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
