@@ -60,7 +60,7 @@ def unpack(archive: Path, into: Path) -> None:
     with tarfile.open(archive) as tar:
         for member in tar.getmembers():
             _root, *parts = PurePosixPath(member.name).parts
-            if member.isfile() and parts[0] in KEEP and ".." not in parts:
+            if member.isfile() and parts and parts[0] in KEEP and ".." not in parts:
                 target = into.joinpath(*parts)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(tar.extractfile(member).read())

@@ -1,5 +1,7 @@
-"""Shared fixtures: tiny random models of every supported architecture, the demo model, seeding, the gpu marker."""
+"""Shared fixtures: tiny random models, the demo model, seeding. Skips what needs a GPU or KVPress that is not there."""
 
+import importlib.metadata
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -95,6 +97,36 @@ ARCHITECTURES = {
 }
 
 
+class _KVPressIsMissing:
+    """An import hook that makes `import kvpress`, also by the presses, skip the module or test that does it."""
+
+    reason = "needs KVPress, which needs transformers < 5.3: pip install 'verkv[kvpress]'"
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvpress":
+            pytest.skip(self.reason, allow_module_level=True)
+
+
+HAS_KVPRESS = importlib.util.find_spec("kvpress") is not None
+if not HAS_KVPRESS:
+    sys.meta_path.insert(0, _KVPressIsMissing())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    if report.skipped:  # name the file that is skipped, not the hook above
+        report.longrepr = (str(collector.path), None, report.longrepr[2])
+    return report
+
+
+def pytest_report_header():
+    import transformers
+
+    kvpress = importlib.metadata.version("kvpress") if HAS_KVPRESS else "not installed: what needs it is skipped"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, kvpress {kvpress}"
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -131,6 +163,8 @@ def demo_model():
 
     from verkv.demo_model import demo_model_path
 
+    if not HAS_KVPRESS:
+        pytest.skip("the demo model is saved by transformers 5.2, and 5.24 takes its tokenizer for that of CodeLlama")
     path = demo_model_path()
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sealing import forward, full_layers, lengths, prompt_ids, seal
+from sealing import CACHE, forward, full_layers, lengths, prompt_ids, seal
 from torch.testing import assert_close
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -224,9 +224,7 @@ def test_output_attentions_of_generate_and_config_is_refused(tiny_model):
     model, ids = tiny_model("llama", "eager"), prompt_ids(1, N_TOTAL)
     cache, stats = sealed(model, ids)
     with pytest.raises(NotImplementedError, match="output_attentions"):
-        model.generate(
-            ids, past_key_values=cache, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True
-        )
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
     model.config.output_attentions = True
     with pytest.raises(NotImplementedError, match="output_attentions"):
         forward(model, ids[:, N_CONTEXT:], cache)

@@ -4,7 +4,19 @@ import copy
 
 import pytest
 import torch
-from sealing import certain_codes, forward, full_layers, lengths, n_absent, prompt_ids, sampled_codes, seal
+import transformers
+from sealing import (
+    CACHE,
+    CROP_TAKES_REMOVED,
+    certain_codes,
+    forward,
+    full_layers,
+    lengths,
+    n_absent,
+    prompt_ids,
+    sampled_codes,
+    seal,
+)
 from torch.testing import assert_close
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import QuantizedLayer, StaticLayer
@@ -171,13 +183,20 @@ def test_generate_gives_the_tokens_of_the_dense_cache(tiny_model, kind, cache_ki
     ]  # repeats, so that prompt lookup finds candidates and rejects some
     options = {"max_new_tokens": 16, "do_sample": False, **GENERATION[mode]}
     mask = torch.ones_like(ids)
-    expected = model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(), **options)
+    expected = model.generate(ids, attention_mask=mask, **{CACHE: DynamicCache()}, **options)
+    if mode == "prompt_lookup":
+        plain = prefilled(model, ids, DynamicCache())
+        if model.generate(ids, attention_mask=mask, **{CACHE: plain}, **options).tolist() != expected.tolist():
+            pytest.skip(
+                f"transformers {transformers.__version__} gives other tokens with its own DynamicCache, too: its "
+                f"assisted decoding processes a prompt again that the cache already holds"
+            )
 
     cache = prefilled(model, ids, CACHES[cache_kind](model.config))
     seal(model, cache)
     if mode == "beams":
         cache.batch_repeat_interleave(3)
-    actual = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    actual = model.generate(ids, attention_mask=mask, **{CACHE: cache}, **options)
     assert actual.tolist() == expected.tolist()
     assert actual.shape[1] > N_TOTAL + 8
     assert cache.layers[-1].sealed
@@ -191,9 +210,9 @@ def test_generate_with_sliding_layers(tiny_model):
     cache = prefilled(model, ids)
     seal(model, cache)
     again = copy.deepcopy(cache)
-    assert model.generate(ids, past_key_values=cache, **options).tolist() == expected.tolist()
+    assert model.generate(ids, **{CACHE: cache}, **options).tolist() == expected.tolist()
     again.batch_repeat_interleave(3)
-    assert model.generate(ids, past_key_values=again, num_beams=3, **options).tolist() == beams.tolist()
+    assert model.generate(ids, **{CACHE: again}, num_beams=3, **options).tolist() == beams.tolist()
 
 
 def test_beams_share_one_context(tiny_model):
@@ -360,7 +379,7 @@ def test_crop_of_an_unsealed_cache(tiny_model):
     assert lengths(cache) == [40] * 4
     assert_close(forward(model, ids[:, 40:], cache), dense_logits(model, ids)[:, 40:], **TOLERANCE)
     cache.crop(0)
-    assert lengths(cache) == [0] * 4
+    assert lengths(cache) == [N_TOTAL if CROP_TAKES_REMOVED else 0] * 4
 
 
 @pytest.mark.parametrize("rollback", [kvpress_rollback, lambda cache, n: cache.crop(n)], ids=["kvpress", "crop"])
@@ -611,7 +630,7 @@ def test_sealing_frees_the_full_cache_and_its_graph(tiny_model):
     """Also when the prefill ran with gradients: nothing that is kept may hold the graph."""
     model, ids = tiny_model("llama"), prompt_ids(1, N_TOTAL)
     cache = make_cache(model.config)
-    model(ids[:, :N_CONTEXT], past_key_values=cache)
+    model(ids[:, :N_CONTEXT], **{CACHE: cache})
     seal(model, cache, sampled_codes, fetch=FetchConfig(0.1), sketch=RopePairSketch())
     for layer in cache.layers:
         assert layer._keys is None and layer._values is None
@@ -658,6 +677,18 @@ def test_states_of_other_kinds_are_refused(kind, cause):
 
     with pytest.raises(NotImplementedError, match=cause):
         make_cache(Config())
+
+
+@pytest.mark.skipif(
+    not hasattr(Cache, "update_conv_state"), reason="this transformers runs hybrids, see test_hybrid.py"
+)
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_hybrids_are_refused_on_newer_transformers(tiny_model, kind):
+    config = tiny_model(kind).config
+    with pytest.raises(NotImplementedError, match=r"need transformers 5\.2 to 5\.4"):
+        make_cache(config)
+    with pytest.raises(NotImplementedError, match="linear-attention layers"):
+        check_cache(DynamicCache(config=config), layer_kinds(config))
 
 
 def test_foreign_caches_are_refused(tiny_model):

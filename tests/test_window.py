@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sealing import MASKS_TAKE_POSITIONS
 from torch.testing import assert_close
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -29,8 +30,8 @@ def filled(n_tokens, mark=True):
 def test_updates_are_those_of_transformers(steps, marked):
     ours, theirs, start = WindowLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW), 0
     for n in steps:
-        position = torch.arange(start, start + n)
-        assert ours.get_mask_sizes(position) == theirs.get_mask_sizes(position)
+        query = torch.arange(start, start + n) if MASKS_TAKE_POSITIONS else n
+        assert ours.get_mask_sizes(query) == theirs.get_mask_sizes(query)
         assert_close(ours.update(*states(n, start=start)), theirs.update(*states(n, start=start)))
         start += n
         assert ours.get_seq_length() == theirs.get_seq_length() == start
@@ -83,7 +84,7 @@ def test_forgotten_states_are_refused():
     layer = filled(20)
     layer.update(*states(3, start=20))
     layer.update(*states(5, start=23))
-    with pytest.raises(ValueError, match="crop"):
+    with pytest.raises(ValueError, match=r"to 22 tokens.*crop to the context's end"):
         layer.crop(22)
     with pytest.raises(ValueError, match="22 tokens"):
         layer.roll_back_to(22)
@@ -100,6 +101,29 @@ def test_crop_of_an_unfilled_window_is_that_of_transformers():
     layer.crop(3)
     assert layer.get_seq_length() == 3
     assert_close(layer._keys, states(3)[0])
+
+
+@pytest.mark.parametrize("n_rejected", [0, 1, 4])
+@pytest.mark.parametrize("n_context", [3, 7, 20])
+def test_past_is_recorded_for_assisted_decoding_as_in_transformers(n_context, n_rejected):
+    """Newer transformers keep what a window forgets until ``crop``, so that rejected candidates can be taken out."""
+    theirs = DynamicSlidingWindowLayer(WINDOW)
+    if not hasattr(theirs, "activate_past_recording"):
+        pytest.skip("this transformers has no activate_past_recording")
+    theirs.update(*states(n_context))
+    ours = WindowLayer.adopt(theirs)
+    ours.mark_context()
+    start = n_context
+    for layer in (ours, theirs):
+        layer.activate_past_recording()
+    for _ in range(3):
+        assert ours.get_mask_sizes(4) == theirs.get_mask_sizes(4)
+        assert_close(ours.update(*states(4, start=start)), theirs.update(*states(4, start=start)))
+        for layer in (ours, theirs):
+            layer.crop(-n_rejected)
+        start += 4 - n_rejected
+        assert ours.get_seq_length() == theirs.get_seq_length() == start
+        assert_close((ours._keys, ours._values), (theirs.keys, theirs.values))
 
 
 @pytest.mark.parametrize("index", [slice(1, 5), slice(0, 5, 2)], ids=str)

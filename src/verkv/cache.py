@@ -1,7 +1,5 @@
 """The cache: a layer that is transformers' own until it is sealed, and helpers to make and seal whole caches."""
 
-import inspect
-
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -10,12 +8,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from verkv.attention import SealedHandle, wrap_attention_functions
 from verkv.context import SealedContext, SealPlan
 from verkv.hybrid import HybridStates, LinearLayer, repair_linear_attention
-from verkv.members import Member, join_layers
+from verkv.members import Member, join_layers, kept_length
 from verkv.stats import FetchStats, MemoryReport, memory_report
 from verkv.window import WindowLayer
-
-# transformers >= 5.24 crops by a (negative) number of tokens to remove; before, by the length to keep.
-_CROP_TAKES_REMOVED = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
 
 
 class SealedKV:
@@ -134,6 +129,7 @@ class VerKVLayer(Member, DynamicLayer):
         """Bytes of the context uncompressed."""
         return self.context.full_bytes
 
+    @torch.compiler.disable  # ragged shapes and reads from the host: tracing them takes long and gains nothing
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Attention of the tokens just added; (B, Hq, Tq, d) -> (B, Tq, Hq, d), as attention functions return it."""
         output = self.context.attend(query, self.tail_keys, self.tail_values, mask, scaling)
@@ -177,8 +173,9 @@ class VerKVLayer(Member, DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         self._check_states(key_states, value_states)
         self._length_before = self.get_seq_length()
-        self.tail_keys = torch.cat([self.tail_keys, key_states], dim=2)
-        self.tail_values = torch.cat([self.tail_values, value_states], dim=2)
+        # Detached: no gradient flows through a sealed layer, and the tail would keep the graph of every pass alive.
+        self.tail_keys = torch.cat([self.tail_keys, key_states.detach()], dim=2)
+        self.tail_values = torch.cat([self.tail_values, value_states.detach()], dim=2)
         return SealedHandle.wrap(self.tail_keys, self), SealedHandle.wrap(self.tail_values, self)
 
     def get_seq_length(self) -> int:
@@ -194,14 +191,13 @@ class VerKVLayer(Member, DynamicLayer):
         return self.get_seq_length() + (query if isinstance(query, int) else query.shape[0]), 0
 
     def crop(self, max_length: int) -> None:
-        """Keep a prefix (transformers' convention of the installed version). A sealed context cannot be cut."""
-        if max_length < 0 or _CROP_TAKES_REMOVED:
-            max_length = self.get_seq_length() + max_length
-        self._crop_to(max_length)
+        """Keep a prefix, see :func:`~verkv.members.kept_length`. A sealed context cannot be cut."""
+        self._crop_to(kept_length(max_length, self.get_seq_length()))
 
     def reset(self) -> None:
         """Forget everything; the layer is an empty plain one again."""
         self.context, self._keys, self._values, self.is_initialized = None, None, None, False
+        self.tail_keys = self.tail_values = None
         self.leave()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -209,7 +205,7 @@ class VerKVLayer(Member, DynamicLayer):
         if not self.sealed:
             return super().reorder_cache(beam_idx)
         contexts = beam_idx.to("cpu") // self.context.beams
-        if not torch.equal(contexts, torch.arange(len(beam_idx)) // self.context.beams):
+        if not torch.equal(contexts, torch.arange(len(beam_idx), device="cpu") // self.context.beams):
             self.context = self.context.select(beam_idx)
         self._index_tail(beam_idx)
 

@@ -67,7 +67,18 @@ class SealedContext:
         self.codes = codes.flatten(0, 1) if plan.fetch else None
         self.sketch = None
         if plan.fetch:
-            self.sketch = plan.sketch.build(self.host.keys if plan.sketch.is_oracle else keys)
+            self.sketch = plan.sketch.build(self.host.keys if plan.sketch.is_oracle else self._without_padding(keys))
+
+    def _without_padding(self, keys: Tensor) -> Tensor:
+        """Keys (C, Hkv, T, d) with each row's first token in place of its padding.
+
+        What stands there must not choose the sketch's channels, nor widen its ranges; it may even be NaN.
+        """
+        if not bool(self.n_padding.any()):
+            return keys
+        is_padding = torch.arange(self.n_tokens, device=self.device) < self.n_padding[:, None]
+        first = keys[torch.arange(self.n_contexts, device=self.device), :, self.n_padding]
+        return torch.where(is_padding[:, None, :, None], first[:, :, None], keys)
 
     @property
     def n_units(self) -> int:
@@ -330,13 +341,13 @@ class SealedContext:
 
     def _new_record(self, query: Tensor) -> LayerRecord:
         batch, n_heads, n_queries, _ = query.shape
-        zeros = torch.zeros(n_heads, dtype=torch.int64)
+        zeros = torch.zeros(n_heads, dtype=torch.int64, device="cpu")
         return LayerRecord(
             layer_idx=self.layer_idx,
             n_queries=n_queries,
-            decisions=torch.full((n_heads,), batch * n_queries, dtype=torch.int64),
+            decisions=torch.full((n_heads,), batch * n_queries, dtype=torch.int64, device="cpu"),
             fetching=zeros,
-            kv_fetching=torch.zeros(self.n_kv_heads, dtype=torch.int64),
+            kv_fetching=torch.zeros(self.n_kv_heads, dtype=torch.int64, device="cpu"),
             n_contexts=self.n_contexts,
             promoted=zeros.clone(),
             full_bytes=self.full_bytes,

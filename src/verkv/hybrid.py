@@ -165,6 +165,8 @@ class LinearLayer(Member, CacheLayerMixin):
         """No maximum."""
         return -1
 
+    get_max_length = get_max_cache_shape  # its name in newer transformers
+
     def crop(self, max_length: int) -> None:
         """Go back; a negative ``max_length`` is the number of tokens to take out."""
         length = max_length if max_length >= 0 else self.get_seq_length() + max_length

@@ -1,8 +1,26 @@
 """How the layers of one cache know each other, to notice a forward pass that was cut short."""
 
 import copy
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator
+
+from transformers.cache_utils import DynamicLayer
+
+# Newer transformers (seen in 5.24) only crop by a number of tokens to remove, older ones also to a length to keep.
+_ZERO_REMOVES_NOTHING = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
+
+
+def kept_length(crop_argument: int, length: int) -> int:
+    """How many of ``length`` tokens ``crop`` keeps.
+
+    On every version of transformers, a positive argument is the length to keep, which half a forward pass can only be
+    mended with, and a negative one the number of tokens to remove. Zero is what it is in the version installed: remove
+    nothing, as generate asks for in newer ones, or keep nothing.
+    """
+    if crop_argument < 0 or (crop_argument == 0 and _ZERO_REMOVES_NOTHING):
+        crop_argument += length
+    return max(0, min(crop_argument, length))
 
 
 class Siblings:

@@ -1,5 +1,6 @@
 """The two places a sealed context lives: all rows in host memory, a ragged sample of them on the device."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor
 
 RESIDENT_BIT = 0x80
 LEVEL_MASK = 0x7F
+
+_said_pageable = False
 
 # A KV head of one context of the batch is a "unit": N = contexts * Hkv of them, in (context, head) order.
 
@@ -108,8 +111,25 @@ def pad_rows(rows: Tensor, units: Tensor, n_units: int) -> tuple[Tensor, Tensor]
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return pinned.copy_(tensor)
+    return _host_buffer(tensor.shape, tensor.dtype, pin=tensor.is_cuda).copy_(tensor)
+
+
+def _host_buffer(shape: torch.Size, dtype: torch.dtype, pin: bool) -> Tensor:
+    """Host memory, pinned if that is wanted and the system grants it; otherwise says so, once per process."""
+    global _said_pageable
+    if pin:
+        try:
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            if not _said_pageable:
+                cause = str(error).partition("\n")[0]
+                warnings.warn(
+                    f"pinned host memory was refused ({cause}): contexts are kept in pageable memory, from which "
+                    f"fetching is slower. Raise the limit of locked memory (ulimit -l), or free host memory",
+                    stacklevel=2,
+                )
+            _said_pageable = True
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _read_rows(tier: Tensor, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:

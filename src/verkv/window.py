@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from verkv.members import Member
+from verkv.members import Member, kept_length
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,16 @@ class WindowLayer(Member, DynamicSlidingWindowLayer):
             self._context = marked
 
     def crop(self, max_length: int) -> None:
-        """Go back to the context's end or to the state before the last update, else as transformers does."""
-        length = max_length if max_length >= 0 else self.get_seq_length() + max_length
-        if not self._go_back(length):
-            marked, self._context = self._context, None
-            try:
-                super().crop(max_length)
-            finally:
-                self._context = marked
+        """Keep a prefix, see :func:`~verkv.members.kept_length`, that is remembered or that the window still covers."""
+        self.roll_back_to(kept_length(max_length, self.get_seq_length()))
 
     def roll_back_to(self, length: int) -> None:
         """Return to the state at that length, whatever transformers' convention for :meth:`crop` is."""
         if not self._go_back(length):
-            raise ValueError(f"a sliding layer cannot go back to {length} tokens; reset the cache")
+            raise ValueError(
+                f"a sliding layer cannot go back from {self.cumulative_length} to {length} tokens: its window has "
+                f"forgotten those before; crop to the context's end or reset the cache"
+            )
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and part: the window itself, and the states it can go back to."""
@@ -137,12 +134,25 @@ class WindowLayer(Member, DynamicSlidingWindowLayer):
             )
 
     def _go_back(self, length: int) -> bool:
-        """Return to a remembered state of that length, if there is one."""
-        for moment in (self._now(), self._context, self._before):
+        """Return to a state of that length, if it is remembered or all of its window is stored."""
+        if length == self.cumulative_length and not self._holds_more_than_a_window():
+            return True
+        for moment in (self._context, self._before):
             if moment is not None and moment.length == length and moment.keys is not None:
                 self._keys, self._values, self.cumulative_length = moment.keys, moment.values, moment.length
                 return True
-        return False
+        # Before the window is full, and where transformers records the past for assisted decoding.
+        oldest = self.cumulative_length - (0 if self._keys is None else self._keys.shape[2])
+        first = max(0, length - self.sliding_window + 1)  # what the next token sees
+        if not oldest <= first <= length <= self.cumulative_length:
+            return False
+        kept = slice(first - oldest, length - oldest)
+        self._keys, self._values = self._keys[:, :, kept], self._values[:, :, kept]
+        self.cumulative_length = length
+        return True
+
+    def _holds_more_than_a_window(self) -> bool:
+        return self._keys is not None and self._keys.shape[2] > max(1, self.sliding_window - 1)
 
     def _map(self, function) -> None:
         move = lambda m: m and _Moment(function(m.keys), function(m.values), m.length)  # noqa: E731

@@ -1,7 +1,11 @@
-"""Seal a cache by hand, with codes of the test's choice: what presses do, without scores."""
+"""Seal a cache by hand, with codes of the test's choice: what presses do, without scores. Needs no KVPress."""
+
+import inspect
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 from verkv.cache import layer_kinds, seal_cache
 from verkv.context import SealPlan
@@ -9,6 +13,12 @@ from verkv.stats import FetchStats
 from verkv.tiers import RESIDENT_BIT
 
 LEVEL = 19  # r = 2 ** (-19 / 8), about 0.19
+
+# What newer transformers (5.24) call otherwise: the models' keyword for a cache, and what tells a mask its size.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+MASKS_TAKE_POSITIONS = "cache_position" in inspect.signature(DynamicLayer.get_mask_sizes).parameters
+# There, crop(0) removes nothing; it used to keep nothing.
+CROP_TAKES_REMOVED = "tokens_to_remove" in inspect.signature(DynamicLayer.crop).parameters
 
 
 def full_layers(model) -> list[int]:
@@ -84,7 +94,7 @@ def seal(model, cache, make_codes=certain_codes, n_padding=None, sealed_layers=N
 def forward(model, ids: Tensor, cache, **kwargs) -> Tensor:
     """Logits of one forward pass that extends the cache."""
     with torch.no_grad():
-        return model(ids, past_key_values=cache, **kwargs).logits
+        return model(ids, **{CACHE: cache}, **kwargs).logits
 
 
 def lengths(cache) -> list[int]:

@@ -242,7 +242,7 @@ def decode_inclusion_probs(levels: Tensor, dtype: torch.dtype = torch.float32) -
     tensor([1.0000, 0.5000, 0.2500])
     """
     # A table, made on the CPU: the same number for the same level on every device, also where float64 is missing.
-    table = _grid(torch.arange(MAX_LEVEL + 1, dtype=torch.float64)).to(dtype)
+    table = _grid(torch.arange(MAX_LEVEL + 1, dtype=torch.float64, device="cpu")).to(dtype)
     return table.to(levels.device)[levels.long()]
 
 

@@ -17,7 +17,7 @@ class LayerGeometry:
     Attributes
     ----------
     n_units : int
-        KV heads times contexts.
+        KV heads. Of one context: a row's budget does not depend on its neighbours.
     key_dim, value_dim : int
         Channels of a key and of a value.
     element_size : int
@@ -99,7 +99,8 @@ def token_budget(
             "row offsets": offset_bytes,
             "smallest sample": (least_rows[i] - n_protected[i]) * row_bytes,
         }
-        raise ValueError(_too_small(compression_ratio, int(n_tokens[i]), parts, float(full_bytes[i])))
+        sizes = float(least_bytes[i]), float(full_bytes[i])
+        raise ValueError(_too_small(compression_ratio, int(n_tokens[i]), parts, *sizes))
     budget = ((allowed_bytes - fixed_bytes) / row_bytes).clamp(max=tokens)
     return torch.where(all_protected, tokens, budget)
 
@@ -117,10 +118,14 @@ def check_compression_ratio(value: float) -> float:
     return ratio
 
 
-def _too_small(compression_ratio: float, n_tokens: int, parts: dict[str, float], full_bytes: float) -> str:
+def _too_small(
+    compression_ratio: float, n_tokens: int, parts: dict[str, float], least_bytes: float, full_bytes: float
+) -> str:
     """Say which parts do not fit and which ratio would work."""
     shares = {name: 100 * float(size) / full_bytes for name, size in parts.items()}
-    largest_ratio = int((1 - sum(shares.values()) / 100) * 1e4) / 1e4  # rounded down, so that it does work
+    largest_ratio = int((1 - least_bytes / full_bytes) * 1e4) / 1e4  # rounded down, so that it does work
+    if (1.0 - largest_ratio) * full_bytes < least_bytes:  # it is the ratio itself, and rounding made it too large
+        largest_ratio = round(largest_ratio - 1e-4, 4)
     remedy = f"use compression_ratio <= {largest_ratio}" if largest_ratio > 0 else "leave so short a context as it is"
     listed = ", ".join(f"{name} {share:.2f} %" for name, share in shares.items())
     return (

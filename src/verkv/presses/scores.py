@@ -67,6 +67,8 @@ class ScorerSource:
 def unit_scores(scores: Scores, is_token: Tensor) -> Scores:
     """Scores in [0, 1] as float32, checked; outside that range a softmax over the tokens, as the paper says.
 
+    Each row is judged by its own scores, of all layers: what becomes of it does not depend on its neighbours.
+
     Parameters
     ----------
     scores : dict of int to Tensor, shape (B, Hkv, T)
@@ -86,8 +88,12 @@ def unit_scores(scores: Scores, is_token: Tensor) -> Scores:
         if not bool(torch.isfinite(score.masked_fill(~mask, 0.0)).all()):
             raise ValueError(f"scores of layer {idx} hold NaN or infinite values; check the press that made them")
         checked[idx] = score.masked_fill(~mask, 0.0)
-    lowest = min(float(score.min()) for score in checked.values())
-    highest = max(float(score.max()) for score in checked.values())
-    if lowest >= 0.0 and highest <= 1.0:
+    lowest = torch.stack([score.amin((1, 2)).cpu() for score in checked.values()]).amin(0)
+    highest = torch.stack([score.amax((1, 2)).cpu() for score in checked.values()]).amax(0)
+    fits = ((lowest >= 0.0) & (highest <= 1.0))[:, None, None]
+    if bool(fits.all()):
         return checked
-    return {idx: score.masked_fill(~keep.to(score.device), -torch.inf).softmax(-1) for idx, score in checked.items()}
+    for idx, score in checked.items():
+        share = score.masked_fill(~keep.to(score.device), -torch.inf).softmax(-1)
+        checked[idx] = torch.where(fits.to(score.device), score, share)
+    return checked

@@ -1,5 +1,6 @@
 """What all presses share: score the prompt in prefill, decide what each layer keeps, seal."""
 
+import collections
 import contextlib
 import inspect
 import threading
@@ -22,6 +23,10 @@ from verkv.stats import FetchStats, MemoryReport, memory_report
 
 # Models that a press is active on, by thread: the replay of one press must not be taken for another's prefill.
 _ACTIVE_BLOCKS: set[tuple[int, int]] = set()
+
+# Rotary embeddings put on attention modules, by module: how many blocks, of different threads, still need them.
+_LENT_ROTARY: collections.Counter[int] = collections.Counter()
+_LENDING = threading.Lock()
 
 BUDGET_SCOPES = {"head": 1, "layer": 2, "model": 3}  # trailing axes of (C, L, Hkv, T) that share one budget
 
@@ -214,14 +219,19 @@ class SealingPress(BasePress):
         check_cache(cache, kinds)
         stats = self._new_stats()
         layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-        first = cache.layers[layers[0]] if layers else None
         self._cache_ref = weakref.ref(cache)
         self._stats = stats
         cache.stats = stats
-        if first is None or self.compression_ratio == 0.0:
-            reason = "compression_ratio is 0" if layers else "the model has no full-attention layer"
+        reasons = {
+            "the model has no full-attention layer": not layers,
+            "compression_ratio is 0": self.compression_ratio == 0.0,
+            "the cache holds no tokens": cache.get_seq_length() == 0,  # it may have no layers yet
+        }
+        if any(reasons.values()):
+            reason = next(reason for reason, holds in reasons.items() if holds)
             stats.notes.append(f"not sealed, attention is exact: {reason}")
             return
+        first = cache.layers[layers[0]]
         if getattr(first, "sealed", False):
             raise ValueError("the cache is sealed already; reset it, or prefill a new one")
 
@@ -233,7 +243,7 @@ class SealingPress(BasePress):
         scores = self._check_scores(scores, cache, layers)
         scores = unit_scores({i: score[::beams] for i, score in scores.items()}, prompt.is_token)
         geometry = LayerGeometry(
-            n_units=keys.shape[0] // beams * keys.shape[1],
+            n_units=keys.shape[1],
             key_dim=keys.shape[-1],
             value_dim=first.values.shape[-1],
             element_size=keys.element_size(),
@@ -301,15 +311,24 @@ class _Session:
             if kind != "full_attention":
                 continue
             attention = layer.self_attn
-            if not hasattr(attention, "rotary_emb"):  # some KVPress scorers look for it there
-                attention.rotary_emb = decoder.rotary_emb
-                self.with_rotary.append(attention)
+            self.lend_rotary_embedding(attention, decoder)
             yield attention.register_forward_hook(self.after_attention, with_kwargs=True)
 
+    def lend_rotary_embedding(self, attention: nn.Module, decoder: nn.Module) -> None:
+        """Some KVPress scorers look for it on the attention module."""
+        with _LENDING:
+            if _LENT_ROTARY[id(attention)] or not hasattr(attention, "rotary_emb"):
+                attention.rotary_emb = decoder.rotary_emb
+                _LENT_ROTARY[id(attention)] += 1
+                self.with_rotary.append(attention)
+
     def remove_rotary_embeddings(self) -> None:
-        """Leave the model's modules as they were."""
-        for attention in self.with_rotary:
-            del attention.rotary_emb
+        """Leave the model's modules as they were, unless another thread's block still needs what was put there."""
+        with _LENDING:
+            for attention in self.with_rotary:
+                _LENT_ROTARY[id(attention)] -= 1
+                if not _LENT_ROTARY[id(attention)]:
+                    del _LENT_ROTARY[id(attention)], attention.rotary_emb
 
     def ignores_this_pass(self) -> bool:
         """A replay of our own, or another thread's forward pass: hooks are the model's, the session is this block's."""
@@ -443,7 +462,7 @@ def left_padding(attention_mask: Tensor | None, batch: int, n_tokens: int) -> Te
         If the mask hides anything but leading tokens.
     """
     if attention_mask is None:
-        return torch.zeros(batch, dtype=torch.int64)
+        return torch.zeros(batch, dtype=torch.int64, device="cpu")
     visible = attention_mask.bool()
     n_padding = n_tokens - visible.sum(-1)
     position = torch.arange(n_tokens, device=visible.device)
