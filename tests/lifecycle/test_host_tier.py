@@ -83,9 +83,15 @@ def test_rows_are_those_of_the_prefill(model):
 def live():
     """Number of live tensors, and bytes of the memory behind them."""
     gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.device.type == "cpu"]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return len(tensors), sum(storages.values())
+    n_tensors, storages = 0, {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+            try:
+                storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+            except RuntimeError:  # a compiler's stand-in, left from another test: it has no memory
+                continue
+            n_tensors += 1
+    return n_tensors, sum(storages.values())
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])

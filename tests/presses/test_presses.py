@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 import verkv.cache
 from verkv import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress, make_cache
 from verkv.context import SealedContext
-from verkv.presses.sealing_press import left_padding, shared_prompts
+from verkv.presses.prompt import left_padding, shared_prompts
 
 PRESSES = [PoissonCompPress, VerKVPress]
 

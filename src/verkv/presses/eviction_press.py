@@ -8,8 +8,9 @@ from torch import Tensor
 from verkv.checks import check_count
 from verkv.context import SealPlan
 from verkv.presses.budget import LayerGeometry, token_budget
+from verkv.presses.prompt import Prompt
 from verkv.presses.scores import Scores
-from verkv.presses.sealing_press import BUDGET_SCOPES, Prompt, SealingPress
+from verkv.presses.sealing_press import BUDGET_SCOPES, SealingPress
 from verkv.tiers import RESIDENT_BIT
 
 

@@ -12,8 +12,8 @@ from verkv.checks import check_count
 from verkv.hybrid import LinearLayer
 from verkv.members import join_layers
 from verkv.presses.eviction_press import EvictionPress
+from verkv.presses.prompt import left_padding
 from verkv.presses.scores import Scores
-from verkv.presses.sealing_press import left_padding
 
 FIRST_PROMPT = "\n\nRepeat the previous context exactly."
 NEXT_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with"

@@ -18,8 +18,9 @@ from verkv.estimators.sampling import (
 from verkv.kvfetch import FetchConfig
 from verkv.presses.budget import LayerGeometry, token_budget
 from verkv.presses.eviction_press import check_budget_scope
+from verkv.presses.prompt import Prompt
 from verkv.presses.scores import Scores, ScoreSource
-from verkv.presses.sealing_press import BUDGET_SCOPES, Prompt, SealingPress
+from verkv.presses.sealing_press import BUDGET_SCOPES, SealingPress
 from verkv.presses.sources import resolve_source
 from verkv.sketches import Sketch
 from verkv.tiers import RESIDENT_BIT
