@@ -1,6 +1,7 @@
 """One layer's sealed context: what is kept where, and attention over it with or without KVFetch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -152,10 +153,8 @@ class SealedContext:
         record = self._new_record(query)
 
         index, is_row = self.rows.padded_index()
-        resident_k, resident_v = (
-            self.rows.keys[index].float()[:, None],
-            self.rows.values[index][:, None],
-        )  # (N, 1, S, d)
+        resident_k = self.rows.keys[index].float()[:, None]  # (N, 1, S, d)
+        resident_v = self.rows.values[index][:, None]
         if self.fetch is None:
             log_weights = [self._log_inverse_probs(index, is_row)[:, None, None]] * len(chunks)
             fetched_k = fetched_v = absent = None
@@ -197,7 +196,8 @@ class SealedContext:
         levels = self.codes & LEVEL_MASK
         residual = levels > 0
         inclusion_probs = decode_inclusion_probs(levels)
-        known = self._known_tokens(rows, chunks, resident, residual, is_row, record)
+        score = self._scorer(rows, chunks)
+        known = self._known_tokens(score, chunks, resident, residual, is_row, record)
 
         # Positions of the padded resident rows; slots that are no row point at token 0 and are masked by is_row.
         slot_positions = torch.zeros_like(is_row, dtype=torch.long).masked_scatter(is_row, resident.nonzero()[:, 1])
@@ -205,7 +205,7 @@ class SealedContext:
         log_shrinkage, bounds, fetching, n_promoted = [], [], [], []
         for chunk in chunks:
             part = rows[:, :, chunk]
-            planning = self._planning_logits(part, resident_k, known, scaling)
+            planning = self._planning_logits(part, score(chunk), resident_k, known, scaling)
             tail_lse = torch.logsumexp(tail_logits[:, :, chunk], dim=-1).flatten(1)
             decision = decide(planning, tail_lse, inclusion_probs, residual, self.fetch)
             union |= decision.promoted.any(1)
@@ -229,9 +229,18 @@ class SealedContext:
         values = self.host.read_values(units, positions, self.device)
         return _Promotion(log_weights, units, keys, values)
 
+    def _scorer(self, rows: Tensor, chunks: list[slice]) -> Callable[[slice], Tensor]:
+        """Unscaled sketch logits (N, R, T) by chunk. A single chunk's are kept: shortlist and plan both need them."""
+
+        def score(chunk: slice) -> Tensor:
+            per_head = rows[:, :, chunk].flatten(1, 2).unflatten(0, (self.n_contexts, self.n_kv_heads))
+            return self.sketch.logits(per_head).flatten(0, 1)
+
+        return score if len(chunks) > 1 else _once(score, chunks[0])
+
     def _known_tokens(
         self,
-        rows: Tensor,
+        score: Callable[[slice], Tensor],
         chunks: list[slice],
         resident: Tensor,
         residual: Tensor,
@@ -241,17 +250,16 @@ class SealedContext:
         """The tokens whose exact weight may enter the plan, chosen by a rule that is blind to the draw.
 
         Those are tokens with r = 1 and shortlisted ones. Sampled residual tokens are resident, too, but their weight
-        would tell the plan which of them were drawn; ``paper=True`` uses it all the same, and shortlists others.
+        would tell the plan which of them were drawn; ``paper=True`` uses it all the same, and shortlists others. With
+        an exact sketch nothing is left to know.
         """
-        if self.sketch.is_oracle:  # it is exact already
-            nothing = torch.zeros_like(residual)
-            units, positions = nothing.nonzero(as_tuple=True)
-            keys = pad_rows(rows.new_zeros(0, self.key_dim), units, self.n_units)
-            return _KnownTokens(nothing, is_row & False, units, positions, *keys)
-        candidates = residual & ~resident if self.fetch.paper else residual
-        best = torch.stack([self._sketch_logits(rows[:, :, chunk]).amax(1) for chunk in chunks]).amax(0)
-        chosen = shortlist(best[:, None], candidates, self.fetch.shortlist)
-        exact_residents = resident if self.fetch.paper else resident & (~residual | chosen)
+        if self.sketch.is_oracle:
+            chosen = exact_residents = torch.zeros_like(residual)
+        else:
+            candidates = residual & ~resident if self.fetch.paper else residual
+            best = torch.stack([score(chunk).amax(1) for chunk in chunks]).amax(0)  # (N, T)
+            chosen = shortlist(best[:, None], candidates, self.fetch.shortlist)
+            exact_residents = resident if self.fetch.paper else resident & (~residual | chosen)
         units, positions = (chosen & ~resident).nonzero(as_tuple=True)
         record.shortlisted = len(units)
         record.bytes_read += len(units) * self.host.key_row_bytes
@@ -259,10 +267,11 @@ class SealedContext:
         keys = pad_rows(self.host.read_keys(units, positions, self.device), units, self.n_units)
         return _KnownTokens(exact_residents, slot_is_exact, units, positions, *keys)
 
-    def _planning_logits(self, rows: Tensor, resident_k: Tensor, known: "_KnownTokens", scaling: float) -> Tensor:
+    def _planning_logits(
+        self, rows: Tensor, sketch_logits: Tensor, resident_k: Tensor, known: "_KnownTokens", scaling: float
+    ) -> Tensor:
         """Logits to plan with, (N, R, T): the sketch's, exact for known tokens, -inf at absent ones."""
-        planning = self._sketch_logits(rows) * scaling
-        planning = planning.masked_fill((self.codes == 0)[:, None], -torch.inf)
+        planning = (sketch_logits * scaling).masked_fill((self.codes == 0)[:, None], -torch.inf)
         by_token = planning.mT  # a view (N, T, R): known tokens are written row by row
         rows = rows.flatten(1, 2)
         resident_logits = rows @ resident_k[:, 0].mT * scaling  # (N, R, S)
@@ -270,11 +279,6 @@ class SealedContext:
         read_logits = rows @ known.keys.float().mT * scaling  # (N, R, S')
         by_token[known.units, known.positions] = read_logits.mT[known.is_key]
         return planning
-
-    def _sketch_logits(self, rows: Tensor) -> Tensor:
-        """Unscaled logits of all tokens, (N, beams, G * Tq, d) -> (N, R, T)."""
-        per_head = rows.flatten(1, 2).unflatten(0, (self.n_contexts, self.n_kv_heads))
-        return self.sketch.logits(per_head).flatten(0, 1)
 
     def _log_inverse_probs(self, index: Tensor, is_row: Tensor) -> Tensor:
         """Horvitz-Thompson log-weights -log r of the padded rows, (N, S), -inf where there is no row."""
@@ -429,6 +433,12 @@ class _Promotion:
     units: Tensor
     keys: Tensor
     values: Tensor
+
+
+def _once(score: Callable[[slice], Tensor], chunk: slice) -> Callable[[slice], Tensor]:
+    """The score of the only chunk, computed now."""
+    logits = score(chunk)
+    return lambda _: logits
 
 
 def _allowed(mask: Tensor | None, n_total: int) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from verkv.members import Member, join_layers
+from verkv.members import BatchMapped, Member, join_layers
 from verkv.window import LogicalKV
 
 # By the text config's model_type: modelling module and class whose forward pass keeps the state.
@@ -48,7 +48,7 @@ class _Moment:
         return replace(self.map(lambda t: t[index : index + 1]), length=length)
 
 
-class LinearLayer(Member, CacheLayerMixin):
+class LinearLayer(BatchMapped, Member, CacheLayerMixin):
     """The state of a linear-attention layer, with the states it can go back to.
 
     These are the context's end (of the first forward pass, until the cache is sealed), the one before the last forward
@@ -176,18 +176,6 @@ class LinearLayer(Member, CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self._now, self._context, self._before = _Moment(), None, None
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Permute the batch, of the remembered states too."""
-        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row."""
-        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some batch rows."""
-        self._map(lambda t: t[indices.to(t.device)])
 
     def offload(self) -> None:
         """Nothing: a state is read in every pass."""

@@ -5,6 +5,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 
+from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 # Newer transformers (seen in 5.24) only crop by a number of tokens to remove, older ones also to a length to keep.
@@ -81,6 +82,22 @@ class Member:
                     f"the cache holds half a forward pass: layer {i} has {layer.get_seq_length()} tokens instead of "
                     f"{expected}. An earlier forward pass was interrupted; call cache.crop({shortest}) or cache.reset()"
                 )
+
+
+class BatchMapped:
+    """Mixin of layers whose batch operations apply one function to each of their tensors, by ``_map``."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Permute the batch, of the remembered states too."""
+        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some batch rows."""
+        self._map(lambda t: t[indices.to(t.device)])
 
 
 def join_layers(layers: list) -> None:

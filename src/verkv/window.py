@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from verkv.members import Member, kept_length
+from verkv.members import BatchMapped, Member, kept_length
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LogicalKV:
         return LogicalKV(self.layer, stop)
 
 
-class WindowLayer(Member, DynamicSlidingWindowLayer):
+class WindowLayer(BatchMapped, Member, DynamicSlidingWindowLayer):
     """transformers' sliding-window layer, which remembers its state at the end of the context.
 
     A window forgets old tokens, so it cannot be cropped in general. Asking several questions about one context only
@@ -91,18 +91,6 @@ class WindowLayer(Member, DynamicSlidingWindowLayer):
         self._context, self._before = None, None
         self.leave()
         self._keys, self._values, self.is_initialized, self.cumulative_length = None, None, False, 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Permute the batch, of the remembered states too."""
-        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row."""
-        self._map(lambda t: t.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some batch rows."""
-        self._map(lambda t: t[indices.to(t.device)])
 
     @property
     def keys(self):

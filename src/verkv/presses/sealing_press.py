@@ -119,11 +119,9 @@ class SealingPress(BasePress):
         ValueError
             If the budget is impossible, or scores are not finite. The cache then holds the exact, uncompressed context.
         """
-        kinds = layer_kinds(model.config)
-        refuse_soft_capping(model.config)
+        kinds = check_model(model)
         if "linear_attention" in kinds:
             repair_linear_attention(model.config)
-        refuse_learned_sinks(model)
         self._check_options()
         block = id(model), threading.get_ident()
         if block in _ACTIVE_BLOCKS:
@@ -172,8 +170,7 @@ class SealingPress(BasePress):
         ValueError
             If scores are not finite or do not fit the cache, or the budget is impossible.
         """
-        kinds = layer_kinds(model.config)
-        refuse_soft_capping(model.config)
+        kinds = check_model(model)
         self._check_options()
         check_cache(cache, kinds)
         stats = self._new_stats()
@@ -234,6 +231,14 @@ class SealingPress(BasePress):
             if expected != tuple(cache.layers[layers[0]].keys.shape[:3]):
                 raise NotImplementedError("layers with different numbers of KV heads cannot be sealed together yet")
         return {i: scores[i] for i in layers}
+
+
+def check_model(model) -> list[str]:
+    """Kinds of the model's layers; raises NotImplementedError for models that cannot be sealed."""
+    kinds = layer_kinds(model.config)
+    refuse_soft_capping(model.config)
+    refuse_learned_sinks(model)
+    return kinds
 
 
 def refuse_soft_capping(config) -> None:

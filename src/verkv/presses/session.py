@@ -47,12 +47,9 @@ class Session:
                 f"{type(self.model).__name__} has no layers with self_attn, where this press takes its scores; use "
                 f"KVzipPress() as press"
             )
-        for layer, kind in zip(decoder.layers, self.kinds, strict=True):
-            if kind != "full_attention":
-                continue
-            attention = layer.self_attn
-            self.lend_rotary_embedding(attention, decoder)
-            yield attention.register_forward_hook(self.after_attention, with_kwargs=True)
+        for block in blocks:
+            self.lend_rotary_embedding(block.self_attn, decoder)
+            yield block.self_attn.register_forward_hook(self.after_attention, with_kwargs=True)
 
     def lend_rotary_embedding(self, attention: nn.Module, decoder: nn.Module) -> None:
         """Some KVPress scorers look for it on the attention module."""
@@ -80,6 +77,8 @@ class Session:
         With prompt lookup or an assistant model ``generate`` guesses tokens before the prefill, asks for their logits,
         and takes the wrong ones out of the cache again.
         """
+        if self.ignores_this_pass():
+            return
         n_logits = kwargs.get("logits_to_keep")
         self.has_candidates = isinstance(n_logits, int) and n_logits > 1
 
