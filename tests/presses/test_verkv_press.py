@@ -85,6 +85,18 @@ def test_another_threads_forward_passes_are_left_alone(tiny_model):
     assert len(full_layers(ours)) == 4
 
 
+@torch.no_grad()
+def test_another_threads_candidates_do_not_postpone_sealing(tiny_model):
+    """They come with logits_to_keep > 1 to the model; the prefill here goes to its backbone, as KVPress' does."""
+    model, ids, cache = tiny_model("llama"), random_ids(1, 100), DynamicCache()
+    with VerKVPress(KnormPress(), 0.5, **SHORT)(model):
+        thread = threading.Thread(target=lambda: model(ids, logits_to_keep=5, use_cache=False))
+        thread.start()
+        thread.join()
+        model.model(ids, past_key_values=cache)
+        assert len(full_layers(cache)) == 4
+
+
 @pytest.mark.parametrize("press_class", [PoissonCompPress, VerKVPress])
 def test_a_used_press_can_be_copied_and_pickled(tiny_model, press_class):
     model, ids, press = tiny_model("llama"), random_ids(1, 100), press_class(KnormPress(), 0.5, **SHORT)
