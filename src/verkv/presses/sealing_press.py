@@ -119,7 +119,8 @@ class SealingPress(BasePress):
         ValueError
             If the budget is impossible, or scores are not finite. The cache then holds the exact, uncompressed context.
         """
-        kinds = check_model(model)
+        kinds = check_config(model.config)
+        refuse_learned_sinks(model)
         if "linear_attention" in kinds:
             repair_linear_attention(model.config)
         self._check_options()
@@ -170,7 +171,7 @@ class SealingPress(BasePress):
         ValueError
             If scores are not finite or do not fit the cache, or the budget is impossible.
         """
-        kinds = check_model(model)
+        kinds = check_config(model.config)
         self._check_options()
         check_cache(cache, kinds)
         stats = self._new_stats()
@@ -233,11 +234,10 @@ class SealingPress(BasePress):
         return {i: scores[i] for i in layers}
 
 
-def check_model(model) -> list[str]:
-    """Kinds of the model's layers; raises NotImplementedError for models that cannot be sealed."""
-    kinds = layer_kinds(model.config)
-    refuse_soft_capping(model.config)
-    refuse_learned_sinks(model)
+def check_config(config) -> list[str]:
+    """Kinds of a model's layers; raises NotImplementedError for what its config says cannot be sealed."""
+    kinds = layer_kinds(config)
+    refuse_soft_capping(config)
     return kinds
 
 
