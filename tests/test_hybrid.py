@@ -22,7 +22,7 @@ from verkv.context import SealedContext
 from verkv.demo_model import demo_model_path
 from verkv.hybrid import LinearLayer
 from verkv.kvfetch import FetchConfig
-from verkv.presses.verkv_press import rotary_dim
+from verkv.rotary import rotary_dim
 from verkv.sketches import RopePairSketch
 from verkv.window import LogicalKV
 

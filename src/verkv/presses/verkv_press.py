@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from verkv.kvfetch import FetchConfig
 from verkv.presses.poissoncomp_press import PoissonCompPress
+from verkv.rotary import rotary_dim
 from verkv.sketches import ExactSketch, RopePairSketch, Sketch
 from verkv.stats import FetchStats
 
@@ -105,23 +106,3 @@ class VerKVPress(PoissonCompPress):
         if self.paper:
             notes.append("paper=True: the plan uses the exact weights of sampled tokens and so depends on the draw")
         return notes
-
-
-def rotary_dim(config) -> int:
-    """Channels of a head that RoPE rotates, from a model's config.
-
-    Parameters
-    ----------
-    config : transformers.PreTrainedConfig
-
-    Returns
-    -------
-    int
-        The head dim times ``partial_rotary_factor`` (1 where there is none).
-    """
-    text = config.get_text_config(decoder=True)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # models with one set per kind of layer
-    factor = rope.get("partial_rotary_factor") or getattr(text, "partial_rotary_factor", None) or 1.0
-    return int(head_dim * factor)
