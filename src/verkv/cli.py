@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from verkv import __version__
+from verkv.codecs import cli as kvtc_cli
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -12,6 +13,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "demo":
         return _demo(options)
+    if options.command == "kvtc":
+        return kvtc_cli.run(options)
     raise AssertionError(options.command)
 
 
@@ -53,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, help="of the context and of the draw")
     demo.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     demo.add_argument("--output-dir", type=Path, default=Path("outputs"), help="for the picture and the JSON line")
+    kvtc_cli.add_parser(commands)
     return parser
 
 

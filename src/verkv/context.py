@@ -1,5 +1,6 @@
 """One layer's sealed context: what is kept where, and attention over it with or without KVFetch."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor
 
 from verkv.attention import weighted_attention
-from verkv.estimators.sampling import LEVELS_PER_OCTAVE, decode_inclusion_probs
-from verkv.kvfetch import FetchConfig, decide, row_chunks
-from verkv.sketches import Sketch, shortlist
+from verkv.estimators.sampling import LEVELS_PER_OCTAVE
+from verkv.kvfetch import FetchConfig, row_chunks
+from verkv.planning import KeyPool, Planner, QueryRows
+from verkv.sketches import Sketch
+from verkv.sketches.fit import FittedSketch, build_sketch
 from verkv.stats import FetchStats, LayerRecord
-from verkv.tiers import LEVEL_MASK, RESIDENT_BIT, HostTier, ResidentRows, pad_rows
+from verkv.tiers import LEVEL_MASK, HostTier, ResidentRows, pad_rows
 
 LOG_PER_LEVEL = math.log(2.0) / LEVELS_PER_OCTAVE  # -log r of one level
 
@@ -31,6 +34,10 @@ class SealPlan:
         None: attention from the resident rows alone.
     sketch : Sketch or None
         Recipe of the sketch; needed with ``fetch``.
+    fitted : FittedSketch or None
+        What came of the recipe, where it was needed before sealing.
+    tolerances : Tensor, shape (C, Hq), optional
+        Calibrated tolerance of each query head, instead of ``fetch.epsilon``.
     keep_host : bool
         Keep the full context on the host. Always with ``fetch``.
     audit : bool
@@ -43,6 +50,8 @@ class SealPlan:
     n_padding: Tensor
     fetch: FetchConfig | None = None
     sketch: Sketch | None = None
+    fitted: FittedSketch | None = None
+    tolerances: Tensor | None = None
     keep_host: bool = True
     audit: bool = False
     beams: int = 1
@@ -66,20 +75,13 @@ class SealedContext:
         self.rows = ResidentRows.gather(keys, values, codes)
         self.host = HostTier.copy_from(keys, values) if plan.keep_host or plan.fetch or plan.audit else None
         self.codes = codes.flatten(0, 1) if plan.fetch else None
-        self.sketch = None
-        if plan.fetch:
-            self.sketch = plan.sketch.build(self.host.keys if plan.sketch.is_oracle else self._without_padding(keys))
-
-    def _without_padding(self, keys: Tensor) -> Tensor:
-        """Keys (C, Hkv, T, d) with each row's first token in place of its padding.
-
-        What stands there must not choose the sketch's channels, nor widen its ranges; it may even be NaN.
-        """
-        if not bool(self.n_padding.any()):
-            return keys
-        is_padding = torch.arange(self.n_tokens, device=self.device) < self.n_padding[:, None]
-        first = keys[torch.arange(self.n_contexts, device=self.device), :, self.n_padding]
-        return torch.where(is_padding[:, None, :, None], first[:, :, None], keys)
+        self.tolerances = None if plan.tolerances is None else plan.tolerances.to(self.device)
+        self.sketch = self.sketch_error = None
+        if plan.fetch and plan.fitted:
+            self.sketch, self.sketch_error = plan.fitted.sketch, plan.fitted.error
+        elif plan.fetch:
+            is_oracle = plan.sketch.is_oracle
+            self.sketch = build_sketch(plan.sketch, self.host.keys if is_oracle else keys, plan.n_padding)
 
     @property
     def n_units(self) -> int:
@@ -95,6 +97,10 @@ class SealedContext:
             "row_offsets": self.rows.offsets.nbytes,
         }
         uncharged = {"n_padding": self.n_padding.nbytes}
+        if self.tolerances is not None:
+            uncharged["tolerances"] = self.tolerances.nbytes
+        if self.sketch_error is not None:
+            uncharged |= {name: tensor.nbytes for name, tensor in self.sketch_error.tensors().items()}
         if self.codes is not None:
             device["token_codes"] = self.codes.nbytes
         if self.sketch is not None:
@@ -121,6 +127,10 @@ class SealedContext:
         if self.sketch is not None:
             built_from_host = self.sketch.is_oracle
             chosen.sketch = self.sketch.build(chosen.host.keys) if built_from_host else self.sketch.select(contexts)
+        if self.sketch_error is not None:
+            chosen.sketch_error = self.sketch_error.select(contexts)
+        if self.tolerances is not None:
+            chosen.tolerances = self.tolerances[contexts]
         return chosen
 
     # --- attention --------------------------------------------------------------------------------------------------
@@ -159,7 +169,7 @@ class SealedContext:
             log_weights = [self._log_inverse_probs(index, is_row)[:, None, None]] * len(chunks)
             fetched_k = fetched_v = absent = None
         else:
-            plan = self._plan(rows, chunks, resident_k, tail_logits, is_row, scaling, record)
+            plan = self._plan(rows, chunks, resident_k[:, 0], tail_logits, is_row, scaling, record)
             log_weights = plan.log_weights
             fetched_k, is_fetched = pad_rows(plan.keys, plan.units, self.n_units)
             fetched_v, _ = pad_rows(plan.values, plan.units, self.n_units)
@@ -192,93 +202,75 @@ class SealedContext:
         record: LayerRecord,
     ) -> "_Promotion":
         """Algorithm 2 for all query rows; the union over a KV head's rows is read and exact for each of them."""
-        resident = (self.codes & RESIDENT_BIT) != 0  # (N, T)
-        levels = self.codes & LEVEL_MASK
-        residual = levels > 0
-        inclusion_probs = decode_inclusion_probs(levels)
+        read_keys = lambda units, positions: self.host.read_keys(units, positions, self.device)  # noqa: E731
+        error = self.sketch_error and self.sketch_error.flat()
+        planner = Planner(self.codes, resident_k, is_row, read_keys, self.fetch, self.sketch.is_oracle, error, scaling)
         score = self._scorer(rows, chunks)
-        known = self._known_tokens(score, chunks, resident, residual, is_row, record)
-
-        # Positions of the padded resident rows; slots that are no row point at token 0 and are masked by is_row.
-        slot_positions = torch.zeros_like(is_row, dtype=torch.long).masked_scatter(is_row, resident.nonzero()[:, 1])
-        union = torch.zeros_like(residual)
-        log_shrinkage, bounds, fetching, n_promoted = [], [], [], []
-        for chunk in chunks:
-            part = rows[:, :, chunk]
-            planning = self._planning_logits(part, score(chunk), resident_k, known, scaling)
-            tail_lse = torch.logsumexp(tail_logits[:, :, chunk], dim=-1).flatten(1)
-            decision = decide(planning, tail_lse, inclusion_probs, residual, self.fetch)
-            union |= decision.promoted.any(1)
-            slots = slot_positions[:, None].expand(-1, planning.shape[1], -1)
-            split = (self.beams, part.shape[2])
-            log_shrinkage.append(decision.shrinkage.gather(-1, slots).log().unflatten(1, split))
-            bounds.append(decision.error_bound.unflatten(1, split))
-            n_promoted.append(decision.n_promoted.unflatten(1, split))
-            fetching.append((decision.promoted & ~resident[:, None]).any(-1).unflatten(1, split))
-
-        is_exact = (union | (levels == 0)).gather(1, slot_positions)[:, None, None]  # (N, 1, 1, S)
-        log_probs = inclusion_probs.gather(1, slot_positions).log()[:, None, None]
+        plan = planner.run(
+            [
+                QueryRows(
+                    rows[:, :, chunk].flatten(1, 2),
+                    functools.partial(score, chunk),
+                    torch.logsumexp(tail_logits[:, :, chunk], dim=-1).flatten(1),
+                    self._tolerances(rows.shape[2], chunk),
+                )
+                for chunk in chunks
+            ]
+        )
+        slots = planner.slot_positions
+        is_exact = (plan.promoted | ~planner.residual).gather(1, slots)[:, None, None]  # (N, 1, 1, S)
+        log_probs = planner.inclusion_probs.gather(1, slots).log()[:, None, None]
         absent = torch.where(is_row, 0.0, -torch.inf)[:, None, None]
-        log_weights = [torch.where(is_exact, 0.0, shrunk - log_probs) + absent for shrunk in log_shrinkage]
+        split = lambda tensor: tensor.unflatten(1, (self.beams, -1))  # noqa: E731
+        log_weights = [
+            torch.where(is_exact, 0.0, split(decision.shrinkage).log() - log_probs) + absent
+            for decision in plan.decisions
+        ]
 
-        units, positions = (union & ~resident).nonzero(as_tuple=True)
-        record.fetched = len(units)
-        record.bytes_read += len(units) * self.host.row_bytes
-        self._record_decisions(record, fetching, n_promoted, bounds, (union & ~resident).any(-1))
-        keys = self.host.read_keys(units, positions, self.device)
+        fetched = plan.promoted & ~planner.resident
+        units, positions = fetched.nonzero(as_tuple=True)
+        keys = self._fetched_keys(plan.pool, units, positions, resident_k, record)
         values = self.host.read_values(units, positions, self.device)
+        record.fetched, record.shortlisted, record.keys_first = len(units), plan.n_shortlisted, plan.n_keys_first
+        record.bytes_read += len(units) * (self.host.row_bytes - self.host.key_row_bytes)
+        record.exact_heads = int(plan.is_exact.sum())
+        self._record_decisions(
+            record,
+            [split(fetching) for fetching in plan.fetching],
+            [split(decision.n_promoted) for decision in plan.decisions],
+            [split(decision.error_bound) for decision in plan.decisions],
+            fetched.any(-1),
+        )
         return _Promotion(log_weights, units, keys, values)
 
+    def _fetched_keys(
+        self, pool: KeyPool, units: Tensor, positions: Tensor, resident_k: Tensor, record: LayerRecord
+    ) -> Tensor:
+        """Keys (M, d) of fetched tokens: those of the pool, and the others from the host."""
+        is_held, place = pool.find(units, positions)
+        keys = resident_k.new_empty(len(units), self.key_dim)
+        keys[is_held] = pool.keys[place]
+        missing = ~is_held
+        keys[missing] = self.host.read_keys(units[missing], positions[missing], self.device).to(keys.dtype)
+        record.bytes_read += (len(pool.units) + int(missing.sum())) * self.host.key_row_bytes
+        return keys
+
+    def _tolerances(self, n_rows: int, chunk: slice) -> float | Tensor:
+        """Of a chunk's rows, (N, R): the config's, or a calibrated one for each query head."""
+        if self.tolerances is None:
+            return self.fetch.epsilon
+        by_head = self.tolerances.view(self.n_units, 1, -1, 1)  # (C, Hq) -> (N, 1, G, 1)
+        by_row = by_head.expand(-1, self.beams, -1, n_rows // by_head.shape[2]).flatten(2)
+        return by_row[:, :, chunk].flatten(1)
+
     def _scorer(self, rows: Tensor, chunks: list[slice]) -> Callable[[slice], Tensor]:
-        """Unscaled sketch logits (N, R, T) by chunk. A single chunk's are kept: shortlist and plan both need them."""
+        """Unscaled sketch logits (N, R, T) by chunk. A single chunk's are kept: shortlist and plans all need them."""
 
         def score(chunk: slice) -> Tensor:
             per_head = rows[:, :, chunk].flatten(1, 2).unflatten(0, (self.n_contexts, self.n_kv_heads))
             return self.sketch.logits(per_head).flatten(0, 1)
 
         return score if len(chunks) > 1 else _once(score, chunks[0])
-
-    def _known_tokens(
-        self,
-        score: Callable[[slice], Tensor],
-        chunks: list[slice],
-        resident: Tensor,
-        residual: Tensor,
-        is_row: Tensor,
-        record: LayerRecord,
-    ) -> "_KnownTokens":
-        """The tokens whose exact weight may enter the plan, chosen by a rule that is blind to the draw.
-
-        Those are tokens with r = 1 and shortlisted ones. Sampled residual tokens are resident, too, but their weight
-        would tell the plan which of them were drawn; ``paper=True`` uses it all the same, and shortlists others. With
-        an exact sketch nothing is left to know.
-        """
-        if self.sketch.is_oracle:
-            chosen = exact_residents = torch.zeros_like(residual)
-        else:
-            candidates = residual & ~resident if self.fetch.paper else residual
-            best = torch.stack([score(chunk).amax(1) for chunk in chunks]).amax(0)  # (N, T)
-            chosen = shortlist(best[:, None], candidates, self.fetch.shortlist)
-            exact_residents = resident if self.fetch.paper else resident & (~residual | chosen)
-        units, positions = (chosen & ~resident).nonzero(as_tuple=True)
-        record.shortlisted = len(units)
-        record.bytes_read += len(units) * self.host.key_row_bytes
-        slot_is_exact = is_row.masked_scatter(is_row, exact_residents[resident])
-        keys = pad_rows(self.host.read_keys(units, positions, self.device), units, self.n_units)
-        return _KnownTokens(exact_residents, slot_is_exact, units, positions, *keys)
-
-    def _planning_logits(
-        self, rows: Tensor, sketch_logits: Tensor, resident_k: Tensor, known: "_KnownTokens", scaling: float
-    ) -> Tensor:
-        """Logits to plan with, (N, R, T): the sketch's, exact for known tokens, -inf at absent ones."""
-        planning = (sketch_logits * scaling).masked_fill((self.codes == 0)[:, None], -torch.inf)
-        by_token = planning.mT  # a view (N, T, R): known tokens are written row by row
-        rows = rows.flatten(1, 2)
-        resident_logits = rows @ resident_k[:, 0].mT * scaling  # (N, R, S)
-        by_token[known.residents] = resident_logits.mT[known.resident_slots]
-        read_logits = rows @ known.keys.float().mT * scaling  # (N, R, S')
-        by_token[known.units, known.positions] = read_logits.mT[known.is_key]
-        return planning
 
     def _log_inverse_probs(self, index: Tensor, is_row: Tensor) -> Tensor:
         """Horvitz-Thompson log-weights -log r of the padded rows, (N, S), -inf where there is no row."""
@@ -407,22 +399,6 @@ class SealedContext:
         """(N, beams, G * Tq) -> (B, Hq, Tq)."""
         split = values.reshape(self.n_contexts, self.n_kv_heads, self.beams, -1, n_queries)
         return split.transpose(1, 2).reshape(-1, n_heads, n_queries)
-
-
-@dataclass(frozen=True)
-class _KnownTokens:
-    """Tokens planned with their exact weight.
-
-    ``residents`` (N, T) and ``resident_slots`` (N, S) mark the same rows by position and by slot of the padded rows.
-    The others were read: unit and position of each (M,), and their keys padded per unit, (N, S', d), with ``is_key``.
-    """
-
-    residents: Tensor
-    resident_slots: Tensor
-    units: Tensor
-    positions: Tensor
-    keys: Tensor
-    is_key: Tensor
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The one place where a faster backend would be dispatched to. Everything here is 
 sample, so shrinkage, order and k* cannot depend on it (Theorem 2).
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from verkv.checks import check_count
 from verkv.estimators.certificate import check_delta
-from verkv.estimators.fetching import check_epsilon, fetch_plan
-from verkv.estimators.shrinkage import binary_shrinkage, optimal_shrinkage
+from verkv.estimators.fetching import check_epsilon
+from verkv.estimators.linear_plan import linear_plan
+from verkv.estimators.shrinkage import optimal_shrinkage
 
-SHRINKAGE_RULES = {"binary": binary_shrinkage, "optimal": optimal_shrinkage}
+SHRINKAGE_RULES = ("binary", "optimal")
 
 # Query rows are planned and attended to in chunks of at most this many (row, token) pairs: 64 MB per temporary. Only
 # the log-weights of the resident rows are kept for all query rows of a pass.
@@ -39,6 +41,11 @@ class FetchConfig:
     paper : bool
         Plan as Appendix A.1: with exact weights for all resident tokens and a shortlist of non-resident ones. The plan
         then depends on the draw, which Theorem 2 forbids; for comparison only.
+    key_rounds : int >= 0
+        How often promoted tokens' keys are read and the plan is made again with their exact weights, before values are
+        read for what is still promoted.
+    max_read : float in (0, 1]
+        Share of a KV head's context above which a plan is not followed: everything is read and the step is exact.
 
     Raises
     ------
@@ -51,9 +58,11 @@ class FetchConfig:
     shortlist: int = 128
     shrinkage: Literal["binary", "optimal"] = "binary"
     paper: bool = False
+    key_rounds: int = 0
+    max_read: float = 1.0
 
     def __post_init__(self):
-        for name in ("epsilon", "delta"):
+        for name in ("epsilon", "delta", "max_read"):
             value = getattr(self, name)
             try:
                 object.__setattr__(self, name, float(value))
@@ -61,9 +70,14 @@ class FetchConfig:
                 raise ValueError(f"{name} must be a number, got {value!r}") from None
         check_epsilon(self.epsilon)
         check_delta(self.delta)
+        if not 0.0 < self.max_read <= 1.0:
+            raise ValueError(f"max_read must be in (0, 1], got {self.max_read}: it is a share of the context")
         check_count("shortlist", self.shortlist)
+        check_count("key_rounds", self.key_rounds)
+        if self.paper and self.key_rounds:
+            raise ValueError("key_rounds must be 0 with paper=True: the paper plans once")
         if not isinstance(self.shrinkage, str) or self.shrinkage not in SHRINKAGE_RULES:
-            raise ValueError(f"shrinkage must be one of {sorted(SHRINKAGE_RULES)}, got {self.shrinkage!r}")
+            raise ValueError(f"shrinkage must be one of {list(SHRINKAGE_RULES)}, got {self.shrinkage!r}")
 
 
 @dataclass(frozen=True)
@@ -82,14 +96,26 @@ class Decision:
     """
 
     shrinkage: Tensor
-    promoted: Tensor
+    promoted: Tensor | None
     n_promoted: Tensor
     error_bound: Tensor
     planned_bound: Tensor
 
+    def at(self, positions: Tensor) -> "Decision":
+        """Shrinkage at positions (N, S) only, (N, R, S), and no ``promoted``: what must be kept of a decision."""
+        positions = positions[:, None].expand(-1, self.shrinkage.shape[1], -1)
+        return dataclasses.replace(self, shrinkage=self.shrinkage.gather(-1, positions), promoted=None)
+
 
 def decide(
-    planning_logits: Tensor, tail_lse: Tensor, inclusion_probs: Tensor, residual: Tensor, config: FetchConfig
+    planning_logits: Tensor,
+    tail_lse: Tensor,
+    inclusion_probs: Tensor,
+    residual: Tensor,
+    config: FetchConfig,
+    epsilon: float | Tensor | None = None,
+    unknown: Tensor | None = None,
+    logit_variance: Tensor | None = None,
 ) -> Decision:
     """Shrink, certify and choose what to fetch: Algorithm 2 of [1]_, lines 2-10.
 
@@ -104,6 +130,13 @@ def decide(
     residual : Tensor, shape (N, T), bool
         Tokens with 0 < r < 1.
     config : FetchConfig
+    epsilon : float or Tensor, shape (N, R), optional
+        Tolerance of each row, instead of the config's.
+    unknown : Tensor, shape (N, T), bool, optional
+        Residual tokens whose logit is a sketch's.
+    logit_variance : Tensor, shape (N, R), float32, optional
+        Variance s of the sketch's logit error, taken as Gaussian. Unknown tokens then enter the denominator with
+        E[w] = w^ exp(s / 2), and bias, variance, maximum and order with E[w^2]^(1/2) = w^ exp(s).
 
     Returns
     -------
@@ -118,11 +151,16 @@ def decide(
     peak = torch.where(torch.isfinite(peak), peak, 0.0)
     weights = (planning_logits - peak[..., None]).exp()
     denominator = weights.sum(-1) + (tail_lse - peak).exp()
+    if logit_variance is not None:
+        unknown_sum = (weights @ unknown[..., None].to(weights.dtype))[..., 0]
+        denominator = denominator + unknown_sum * (logit_variance / 2).expm1()
+        weights = weights * torch.where(unknown[:, None], logit_variance.exp()[..., None], 1.0)
 
-    r, residual = inclusion_probs[:, None, :], residual[:, None, :].expand_as(weights)
-    shrinkage = SHRINKAGE_RULES[config.shrinkage](weights, r, residual)
-    plan = fetch_plan(weights, r, shrinkage, residual, denominator, config.epsilon, config.delta)
-    return Decision(shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
+    epsilon = config.epsilon if epsilon is None else epsilon
+    r, residual = inclusion_probs[:, None, :], residual[:, None, :]  # not expanded: the query heads share what they can
+    shrinkage = None if config.shrinkage == "binary" else optimal_shrinkage(weights, r, residual)
+    plan = linear_plan(weights, r, residual, denominator, epsilon, config.delta, shrinkage)
+    return Decision(plan.shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
 
 
 def row_chunks(n_units: int, n_rows: int, n_tokens: int) -> list[slice]:

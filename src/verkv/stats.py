@@ -26,9 +26,12 @@ class LayerRecord:
         k* summed over the decisions.
     full_bytes : int
         Bytes of the layer's full cache, of all contexts there were at this pass.
-    fetched, shortlisted : int
-        Rows read from the host: promoted and not resident (keys and values), and shortlisted (keys).
+    fetched, shortlisted, keys_first : int
+        Rows read from the host: promoted and not resident (key and value), shortlisted (key), and promoted by an
+        earlier plan of the same pass (key, to plan again). A key is read, and its bytes are counted, once.
     bytes_read : int
+    exact_heads : int
+        KV heads (of all contexts) for which everything was read: by their plans, or because no bound held.
     error_bound : Tensor, shape (B, Hq, Tq), optional
         The certificate of every decision before fetching.
     relative_error, output_error : Tensor, shape (B, Hq, Tq), optional
@@ -45,7 +48,9 @@ class LayerRecord:
     full_bytes: int
     fetched: int = 0
     shortlisted: int = 0
+    keys_first: int = 0
     bytes_read: int = 0
+    exact_heads: int = 0
     error_bound: Tensor | None = None
     relative_error: Tensor | None = None
     output_error: Tensor | None = None
@@ -58,7 +63,7 @@ class LayerRecord:
     def plus(self, other: "LayerRecord") -> "LayerRecord":
         """Counts of both, of the same layer; ``n_queries`` tells the phase only."""
         names = ("decisions", "fetching", "kv_fetching", "n_contexts", "promoted", "full_bytes", "fetched")
-        names += ("shortlisted", "bytes_read")
+        names += ("shortlisted", "keys_first", "bytes_read", "exact_heads")
         return dataclasses.replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
@@ -171,6 +176,15 @@ class FetchStats:
         """Keys read from the host for the shortlist."""
         return sum(r.shortlisted for r in self.records(phase))
 
+    def keys_first(self, phase: str = "all") -> int:
+        """Keys read from the host to plan again before their values."""
+        return sum(r.keys_first for r in self.records(phase))
+
+    def exact_rate(self, phase: str = "all") -> float:
+        """Share of KV heads' passes for which everything was read, because no smaller plan met the tolerance."""
+        records = self.records(phase)
+        return _share(sum(r.exact_heads for r in records), sum(r.n_contexts * len(r.kv_fetching) for r in records))
+
     def bytes_read(self, phase: str = "all") -> int:
         """Bytes read from the host."""
         return sum(r.bytes_read for r in self.records(phase))
@@ -251,6 +265,8 @@ class FetchStats:
             out[f"{phase}_promoted"] = self.promoted(phase)
             out[f"{phase}_fetched"] = self.fetched(phase)
             out[f"{phase}_shortlisted"] = self.shortlisted(phase)
+            out[f"{phase}_keys_first"] = self.keys_first(phase)
+            out[f"{phase}_exact_rate"] = self.exact_rate(phase)
             out[f"{phase}_bytes_read"] = self.bytes_read(phase)
         if any(r.relative_error is not None for r in self.records()):
             if self.epsilon is not None:

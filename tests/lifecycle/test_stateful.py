@@ -1,6 +1,8 @@
 """Random sequences of cache operations against a dense shadow, and random inputs of the plan and of the attention."""
 
+import contextlib
 import copy
+import importlib.util
 import math
 import pickle
 
@@ -16,12 +18,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kvpress import KnormPress
 from press_helpers import positions, random_ids
+from sealing import CACHE, sampled_codes, seal
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from verkv import VerKVPress, make_cache
+from verkv.cache import make_cache
 from verkv.context import SealedContext, SealPlan
 from verkv.estimators import (
     MIN_INCLUSION_PROB,
@@ -52,22 +54,43 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self, models):
         super().__init__()
-        self.models = models
+        self.models, self.can_press = models, importlib.util.find_spec("kvpress") is not None
 
     @initialize(
         attn=st.sampled_from(["sdpa", "eager"]),
         sketch=st.sampled_from(["rope_pair", "exact"]),
         shortlist=st.sampled_from([0, 5]),
         plain=st.booleans(),
+        by_hand=st.booleans(),
     )
-    def make(self, attn, sketch, shortlist, plain):
+    def make(self, attn, sketch, shortlist, plain, by_hand):
         self.model = self.models[attn]
-        self.press = VerKVPress(
-            KnormPress(), 0.4, n_sink=2, n_local=4, sketch=sketch, shortlist=shortlist, epsilon=1e-9, seed=0
-        )
+        self.sketch, self.shortlist = sketch, shortlist
+        self.press = self.make_press() if self.can_press and not by_hand else None
         self.cache = DynamicCache() if plain else make_cache(self.model.config)
         self.seed = 0
         self.shadow = None
+
+    def make_press(self):
+        from kvpress import KnormPress
+
+        from verkv import VerKVPress
+
+        options = {"n_sink": 2, "n_local": 4, "sketch": self.sketch, "shortlist": self.shortlist}
+        return VerKVPress(KnormPress(), 0.4, epsilon=1e-9, seed=0, **options)
+
+    def seal_by_hand(self):
+        """What the press does, where there is no KVPress."""
+        sketch = ExactSketch() if self.sketch == "exact" else RopePairSketch()
+        n_padding = (1 - self.mask).sum(-1) if self.padded else None
+        seal(
+            self.model,
+            self.cache,
+            sampled_codes,
+            n_padding,
+            fetch=FetchConfig(epsilon=1e-9, shortlist=self.shortlist),
+            sketch=sketch,
+        )
 
     def tokens(self, batch, n_tokens):
         self.seed += 1
@@ -80,8 +103,8 @@ class CacheMachine(RuleBasedStateMachine):
         place = {}
         if self.padded:
             place = {"attention_mask": mask, "position_ids": positions(mask)[:, -ids.shape[1] :]}
-        ours = self.model(ids, past_key_values=self.cache, **place).logits
-        dense = self.model(ids, past_key_values=self.shadow, **place).logits
+        ours = self.model(ids, **{CACHE: self.cache}, **place).logits
+        dense = self.model(ids, **{CACHE: self.shadow}, **place).logits
         assert_close(ours, dense, **TOLERANCE)
         self.interrupted = False
         self.mask = torch.cat([self.mask, torch.ones_like(ids)], 1)
@@ -104,9 +127,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.padded, self.n_context, self.beams, self.interrupted = n_padding > 0, n_tokens, 1, False
         place = {"attention_mask": self.mask, "position_ids": positions(self.mask)} if self.padded else {}
         self.shadow = DynamicCache()
-        with self.press(self.model):
-            ours = self.model(ids, past_key_values=self.cache, **place).logits
-        dense = self.model(ids, past_key_values=self.shadow, **place).logits
+        with contextlib.nullcontext() if self.press is None else self.press(self.model):
+            ours = self.model(ids, **{CACHE: self.cache}, **place).logits
+        if self.press is None:
+            self.seal_by_hand()
+        dense = self.model(ids, **{CACHE: self.shadow}, **place).logits
         assert_close(ours[self.mask.bool()], dense[self.mask.bool()], **TOLERANCE)
         assert all(layer.sealed for layer in self.cache.layers)
 
@@ -129,7 +154,8 @@ class CacheMachine(RuleBasedStateMachine):
     def crop(self, share):
         length = self.n_context + round(share * self.n_tail)
         self.cache.crop(length)
-        self.shadow.crop(length)
+        if length < self.shadow.get_seq_length():
+            self.shadow.crop(length - self.shadow.get_seq_length())  # newer transformers have no other way
         self.mask = self.mask[:, :length]
 
     @sealed
@@ -192,7 +218,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = copy.deepcopy(old) if how == "copy" else pickle.loads(pickle.dumps(old))
         with torch.no_grad():
             mask = torch.cat([self.mask, torch.ones(self.batch, 2, dtype=torch.int64)], 1)
-            self.model(self.tokens(self.batch, 2), past_key_values=old, attention_mask=mask)
+            self.model(self.tokens(self.batch, 2), attention_mask=mask, **{CACHE: old})
         old.reset()
 
     @sealed
@@ -203,9 +229,9 @@ class CacheMachine(RuleBasedStateMachine):
         with pytest.raises(NotImplementedError, match="output_attentions"):
             self.model(
                 self.tokens(self.batch, n_tokens),
-                past_key_values=self.cache,
                 attention_mask=mask,
                 output_attentions=True,
+                **{CACHE: self.cache},
             )
 
     @sealed
@@ -220,7 +246,7 @@ class CacheMachine(RuleBasedStateMachine):
         mask = torch.cat([self.mask, torch.ones(self.batch, n_tokens, dtype=torch.int64)], 1)
         handle = self.model.model.layers[layer].mlp.register_forward_hook(stop)
         with pytest.raises(KeyboardInterrupt):
-            self.model(self.tokens(self.batch, n_tokens), past_key_values=self.cache, attention_mask=mask)
+            self.model(self.tokens(self.batch, n_tokens), attention_mask=mask, **{CACHE: self.cache})
         handle.remove()
         self.cache.crop(self.mask.shape[1])
         self.interrupted = True

@@ -18,13 +18,12 @@ import itertools
 
 import pytest
 import torch
-from kvpress import KnormPress
-from kvpress.presses.fastkvzip_press import FastKVzipGate
+import transformers
 from press_helpers import SHORT, left_padded, leftovers, positions, random_ids
-from sealing import forward, full_layers, lengths, seal
-from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM
+from sealing import CACHE, forward, full_layers, lengths, seal
+from transformers import Cache, DynamicCache, Gemma2Config, Gemma2ForCausalLM
 
-from verkv import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress, make_cache
+from verkv.cache import make_cache
 
 N_CONTEXT, N_PADDED = 56, 17  # the padded row has 39 tokens
 FIRST, SECOND = (5, 1, 1, 4), (6, 1)  # widths: a question, two steps, a question on top; then another from the context
@@ -117,6 +116,8 @@ class ByteTokenizer:
 
 def make_gates(config):
     """Random gates of Fast KVzip, one per layer, linear ones included."""
+    from kvpress.presses.fastkvzip_press import FastKVzipGate
+
     n_heads = config.num_key_value_heads
     group = config.num_attention_heads // n_heads
     with torch.random.fork_rng():
@@ -127,6 +128,11 @@ def make_gates(config):
 
 
 def make_press(name, config):
+    """Here and not at the top: what needs no press runs without KVPress, on newer transformers."""
+    from kvpress import KnormPress
+
+    from verkv import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress
+
     kvzip = lambda ratio: KVzipPress(ratio, tokenizer=ByteTokenizer(), chunk_size=30)  # noqa: E731
     fastkvzip = lambda ratio: FastKVzipPress(ratio, gates=make_gates(config))  # noqa: E731
     if name == "kvzip":
@@ -200,6 +206,8 @@ def made(tiny_model):
 
     class Made(dict):
         def model(self, kind, attn, dtype):
+            if kind in HYBRIDS and hasattr(Cache, "update_conv_state"):
+                pytest.skip("hybrid models need transformers 5.2 to 5.4")
             return self.once(("model", kind, attn, dtype), lambda: self.build(kind, attn, dtype))
 
         def build(self, kind, attn, dtype):
@@ -254,9 +262,9 @@ def generate(model, inputs, cache, mode):
     return model.generate(
         inputs.context,
         attention_mask=inputs.mask,
-        past_key_values=cache,
         max_new_tokens=N_NEW,
         min_new_tokens=N_NEW,
+        **{CACHE: cache},
         **MODES[mode],
     )
 
@@ -344,9 +352,20 @@ def test_lossy_presses_lose_something(made, kind):
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
+def skip_unless_prompt_lookup_continues(model, inputs):
+    """Newer transformers (seen in 5.24) process the prompt again that a cache already holds, in their own, too."""
+    plain = DynamicCache()
+    inputs.prefill(model, plain, N_CONTEXT - 1)
+    generate(model, inputs, plain, "prompt_lookup")
+    if plain.get_seq_length() != N_CONTEXT + N_NEW - 1:
+        pytest.skip(f"assisted decoding of transformers {transformers.__version__} repeats a prompt that is cached")
+
+
 def generated(model, inputs, press_name, mode):
     cache = empty_cache(model, mode)
     if press_name == "certain":
+        if mode == "prompt_lookup":
+            skip_unless_prompt_lookup_continues(model, inputs)
         stats = seal_certain(model, inputs, cache, N_CONTEXT - 1)  # one is left for the first forward pass
         cache.batch_repeat_interleave(MODES[mode].get("num_beams", 1))
         return generate(model, inputs, cache, mode), cache, stats
@@ -403,8 +422,8 @@ def test_gemma2_is_refused_before_anything_runs(attn, press_name):
         sliding_window=16,
         attn_implementation=attn,
     )
-    model, cache = Gemma2ForCausalLM(config).eval(), make_cache(config)
     press = make_press(press_name, config)
+    model, cache = Gemma2ForCausalLM(config).eval(), make_cache(config)
     with pytest.raises(NotImplementedError, match="attn_logit_softcapping"), press(model):
         Inputs("one").prefill(model, cache)
     assert lengths(cache) == [0, 0] and leftovers(model) == []

@@ -24,6 +24,7 @@ def test_it_keeps_a_reference_and_no_bytes():
     sketch = recipe.build(keys)
     assert sketch.is_oracle and sketch.name == "exact"
     assert sketch._keys is keys and not hasattr(recipe, "_keys")
+    assert sketch.is_linear and torch.equal(sketch.decode(), keys)
     assert (sketch.nbytes, sketch.uncharged_nbytes, sketch.tensors(), sketch.uncharged_tensors()) == (0, 0, {}, {})
 
 

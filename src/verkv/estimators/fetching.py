@@ -91,7 +91,7 @@ def fetch_plan(
     shrinkage: Tensor,
     residual: Tensor,
     denominator: Tensor,
-    epsilon: float,
+    epsilon: float | Tensor,
     delta: float,
 ) -> FetchPlan:
     """The fewest tokens, in the order of their drop, that bring the bound below epsilon: Eqs. (8)-(10) of [1]_.
@@ -101,8 +101,8 @@ def fetch_plan(
     weights, inclusion_probs, shrinkage, residual, denominator, delta
         As in :func:`~verkv.estimators.certificate.bernstein_certificate`. There is no ``sampled`` argument: Theorem 2
         needs a plan that does not depend on the draw.
-    epsilon : float > 0
-        Tolerance of the relative error.
+    epsilon : float > 0, or Tensor, shape (...,)
+        Tolerance of the relative error, of all rows or of each.
 
     Returns
     -------
@@ -146,7 +146,8 @@ def fetch_plan(
     )  # (..., T): bound of L_g[k:] for k = 0 .. T - 1; nothing remains at k = T
     bounds = torch.cat([bounds, torch.zeros_like(bounds[..., :1])], dim=-1)
     # Bounds fall in k, so k* is one more than the last k that fails. A NaN counts as failing: it promotes everything.
-    fails = ~(bounds[..., :-1] < epsilon)
+    limit = epsilon[..., None] if isinstance(epsilon, Tensor) else epsilon
+    fails = ~(bounds[..., :-1] < limit)
     n_promoted = torch.where(fails, _arange_like(order) + 1, 0).amax(-1)
     rank = torch.empty_like(order).scatter(-1, order, _arange_like(order))
     return FetchPlan(
@@ -157,9 +158,12 @@ def fetch_plan(
     )
 
 
-def check_epsilon(epsilon: float) -> None:
-    """Raise ValueError unless 0 < epsilon < infinity."""
-    if not 0.0 < epsilon < math.inf:
+def check_epsilon(epsilon: float | Tensor) -> None:
+    """Raise ValueError unless 0 < epsilon < infinity, everywhere."""
+    if isinstance(epsilon, Tensor):
+        if not bool(((epsilon > 0.0) & torch.isfinite(epsilon)).all()):
+            raise ValueError("epsilon must be > 0 and finite in every row: use a tiny value to fetch everything")
+    elif not 0.0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be > 0 and finite, got {epsilon}: use a tiny value to fetch everything")
 
 

@@ -8,6 +8,7 @@ except ImportError as error:
 from verkv.presses.fastkvzip_press import FastKVzipPress
 from verkv.presses.kvzip_press import KVzipPress
 from verkv.presses.poissoncomp_press import PoissonCompPress
+from verkv.presses.queries import record_queries
 from verkv.presses.verkv_press import VerKVPress
 
-__all__ = ["FastKVzipPress", "KVzipPress", "PoissonCompPress", "VerKVPress"]
+__all__ = ["FastKVzipPress", "KVzipPress", "PoissonCompPress", "VerKVPress", "record_queries"]

@@ -65,18 +65,19 @@ def token_budget(
     Returns
     -------
     Tensor, shape (C,), float64
-        All tokens where every token is protected anyway.
+        On the CPU. All tokens where every token is protected anyway.
 
     Raises
     ------
     ValueError
         If the parts that do not depend on the sample exceed the budget: names them and the largest ratio that works.
     """
+    n_tokens, n_protected = n_tokens.cpu(), n_protected.cpu()  # a few numbers; not every device has float64
     tokens = n_tokens.double()
     sketch_bytes = torch.tensor(
         [sketch.charged_bytes(int(n), geometry.key_dim) if sketch else 0 for n in n_tokens],
         dtype=torch.float64,
-        device=n_tokens.device,
+        device="cpu",
     )
     code_bytes = tokens if token_codes else torch.zeros_like(tokens)
     offset_bytes = OFFSET_BYTES * (geometry.n_units + 1) / geometry.n_units
@@ -103,6 +104,18 @@ def token_budget(
         raise ValueError(_too_small(compression_ratio, int(n_tokens[i]), parts, *sizes))
     budget = ((allowed_bytes - fixed_bytes) / row_bytes).clamp(max=tokens)
     return torch.where(all_protected, tokens, budget)
+
+
+def solving_device(device: torch.device) -> torch.device:
+    """Where inclusion probabilities are solved for, in float64: on the layer's device, or on the CPU if it has none.
+
+    Apple's MPS is one that has none. Sums over 10^6 tokens would miss their budget in float32.
+    """
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return torch.device("cpu")
+    return device
 
 
 def check_compression_ratio(value: float) -> float:

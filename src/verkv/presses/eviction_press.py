@@ -9,6 +9,7 @@ from verkv.checks import check_count
 from verkv.context import SealPlan
 from verkv.presses.budget import LayerGeometry, token_budget
 from verkv.presses.prompt import Prompt
+from verkv.presses.queries import Queries
 from verkv.presses.scores import Scores
 from verkv.presses.sealing_press import BUDGET_SCOPES, SealingPress
 from verkv.tiers import RESIDENT_BIT
@@ -49,7 +50,7 @@ class EvictionPress(SealingPress):
         return self.n_sink, 0  # the methods' own rule; a template's prefix is evicted if its scores are low
 
     def _plans(
-        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
+        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model, cache, queries: Queries
     ) -> tuple[dict[int, SealPlan], list[str]]:
         budget = token_budget(
             prompt.lengths, prompt.n_protected, self.compression_ratio, geometry, None, token_codes=False, floor=0.0
@@ -85,7 +86,8 @@ def top_tokens(scores: Tensor, budget: Tensor, protected: Tensor, is_token: Tens
     n_groups = scores.dim() - shared_dims
     flat = ranked.flatten(n_groups)
     n_heads = scores.shape[n_groups:-1].numel()
-    n_kept = (budget * n_heads).floor().long().view(-1, *[1] * (n_groups - 1)).expand(flat.shape[:-1])
+    n_kept = (budget * n_heads).floor().long().to(scores.device)  # float64 stays on the CPU: MPS has none
+    n_kept = n_kept.view(-1, *[1] * (n_groups - 1)).expand(flat.shape[:-1])
     order = flat.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter(-1, order, torch.arange(flat.shape[-1], device=flat.device).expand_as(order))
     return (rank < n_kept[..., None]).reshape(scores.shape) & spread(is_token)

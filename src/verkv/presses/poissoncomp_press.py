@@ -16,13 +16,15 @@ from verkv.estimators.sampling import (
     quantize_inclusion_probs,
 )
 from verkv.kvfetch import FetchConfig
-from verkv.presses.budget import LayerGeometry, token_budget
+from verkv.presses.budget import LayerGeometry, solving_device, token_budget
 from verkv.presses.eviction_press import check_budget_scope
 from verkv.presses.prompt import Prompt
+from verkv.presses.queries import Queries
 from verkv.presses.scores import Scores, ScoreSource
 from verkv.presses.sealing_press import BUDGET_SCOPES, SealingPress
 from verkv.presses.sources import resolve_source
 from verkv.sketches import Sketch
+from verkv.sketches.fit import FittedSketch
 from verkv.tiers import RESIDENT_BIT
 
 
@@ -87,8 +89,9 @@ class PoissonCompPress(SealingPress):
     def _check_options(self) -> None:
         check_count("n_sink", self.n_sink)
         check_count("n_local", self.n_local)
-        if not isinstance(self.alpha, (int, float)) or not 0.0 <= self.alpha <= 1.0:
-            raise ValueError(f"alpha must be a number in [0, 1], got {self.alpha!r}")
+        alpha = self._mixture()
+        if not isinstance(alpha, (int, float)) or not 0.0 <= alpha <= 1.0:
+            raise ValueError(f"alpha must be a number in [0, 1], got {alpha!r}")
         if self.seed is not None and not -(2**63) <= check_count("seed", self.seed, least=-(2**63)) < 2**64:
             raise ValueError(f"seed must fit 64 bits, got {self.seed}")
         check_budget_scope(self._scope())
@@ -107,15 +110,28 @@ class PoissonCompPress(SealingPress):
     def _sketch(self, model) -> Sketch | None:
         return None
 
+    def _n_outliers(self, prompt: Prompt, sketch: Sketch | None) -> Tensor:
+        """Tokens per KV head that are kept because their sketch is poor, (C,)."""
+        return torch.zeros_like(prompt.lengths)
+
+    def _fit(self, sketch: Sketch, keys: Tensor, prompt: Prompt, queries: Tensor | None) -> FittedSketch | None:
+        """Build the sketch before sealing, where that is needed to decide what is kept."""
+        return None
+
     # --- planning ---------------------------------------------------------------------------------------------------
 
+    def _mixture(self) -> float:
+        """The share of uniform sampling."""
+        return self.alpha
+
     def _plans(
-        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
+        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model, cache, queries: Queries
     ) -> tuple[dict[int, SealPlan], list[str]]:
         fetch, sketch = self._fetch_config(), self._sketch(model)
+        n_outliers = self._n_outliers(prompt, sketch)
         budget = token_budget(
             prompt.lengths,
-            prompt.n_protected,
+            prompt.n_protected + n_outliers.to(prompt.n_protected.device),
             self.compression_ratio,
             geometry,
             sketch,
@@ -126,8 +142,16 @@ class PoissonCompPress(SealingPress):
         generator.seed() if self.seed is None else generator.manual_seed(self.seed)
         plans, expected, variance = {}, 0.0, 0.0
         for layers in self._budget_groups(sorted(scores)):
-            stacked = torch.stack([scores[i].to(scores[layers[0]].device) for i in layers], dim=1)  # (C, L, H, T)
-            codes, r = self._draw(stacked, budget.to(stacked.device), prompt, generator)
+            device = solving_device(scores[layers[0]].device)
+            stacked = torch.stack([scores[i].to(device) for i in layers], dim=1)  # (C, L, H, T)
+            fitted = {}
+            if sketch is not None:
+                fitted = {
+                    i: self._fit(sketch, cache.layers[i].keys[:: prompt.beams], prompt, queries.get(i)) for i in layers
+                }
+            outliers = [fitted[i].outliers.to(device) for i in layers if fitted.get(i) is not None]
+            outliers = torch.stack(outliers, dim=1) if outliers else torch.zeros_like(stacked, dtype=torch.bool)
+            codes, r = self._draw(stacked, budget.to(device), prompt, outliers, generator)
             expected, variance = expected + float(r.sum()), variance + float((r * (1 - r)).sum())
             for j, i in enumerate(layers):
                 plans[i] = SealPlan(
@@ -135,6 +159,7 @@ class PoissonCompPress(SealingPress):
                     prompt.n_padding,
                     fetch=fetch,
                     sketch=sketch,
+                    fitted=fitted.get(i),
                     keep_host=fetch is not None,
                     audit=self.audit,
                     beams=prompt.beams,
@@ -146,15 +171,15 @@ class PoissonCompPress(SealingPress):
         return [layers] if self._scope() == "model" else [[i] for i in layers]
 
     def _draw(
-        self, scores: Tensor, budget: Tensor, prompt: Prompt, generator: torch.Generator
+        self, scores: Tensor, budget: Tensor, prompt: Prompt, outliers: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """Codes and inclusion probabilities (C, L, H, T) of a group of layers."""
         shared_dims = BUDGET_SCOPES[self._scope()]
         n_groups = scores.dim() - shared_dims
         n_heads = scores.shape[n_groups:-1].numel()
-        protected = prompt.protected.to(scores.device)[:, None, None]
+        protected = prompt.protected.to(scores.device)[:, None, None] | outliers
         absent = ~prompt.is_token.to(scores.device)[:, None, None]
-        tau = defensive_mixture(scores, self.alpha, eligible=~(protected | absent))
+        tau = defensive_mixture(scores, self._mixture(), eligible=~(protected | absent))
         r = inclusion_probabilities(
             tau.double(),
             (budget * n_heads).view(-1, *[1] * (n_groups - 1)).expand(scores.shape[:n_groups]),

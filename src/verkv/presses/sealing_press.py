@@ -12,11 +12,13 @@ import torch
 from kvpress.presses.base_press import BasePress
 from torch import Tensor, nn
 
+from verkv.attention import observe_attention
 from verkv.cache import check_cache, layer_kinds, seal_cache
 from verkv.context import SealPlan
 from verkv.hybrid import repair_linear_attention
 from verkv.presses.budget import LayerGeometry, check_compression_ratio
 from verkv.presses.prompt import Prompt, left_padding
+from verkv.presses.queries import Queries, without_padding
 from verkv.presses.scores import Scores, ScoreSource, unit_scores
 from verkv.presses.session import Session
 from verkv.stats import FetchStats, MemoryReport, memory_report
@@ -61,11 +63,20 @@ class SealingPress(BasePress):
         """A fresh score source."""
         raise NotImplementedError
 
+    @property
+    def n_recorded_queries(self) -> int:
+        """How many of the prompt's last positions' queries :meth:`_plans` wants."""
+        return 0
+
     def _plans(
-        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model
+        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model, cache, queries: Queries
     ) -> tuple[dict[int, SealPlan], list[str]]:
         """The plan of every layer and notes for the statistics."""
         raise NotImplementedError
+
+    def _after_sealing(self, cache, prompt: Prompt, queries: Queries, layers: list[int]) -> list[str]:
+        """What can be done only once the layers are sealed; notes for the statistics."""
+        return []
 
     def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
         """How many leading and trailing tokens are always kept."""
@@ -119,6 +130,7 @@ class SealingPress(BasePress):
         ValueError
             If the budget is impossible, or scores are not finite. The cache then holds the exact, uncompressed context.
         """
+        model = without_adapters(model)
         kinds = check_config(model.config)
         refuse_learned_sinks(model)
         if "linear_attention" in kinds:
@@ -143,13 +155,23 @@ class SealingPress(BasePress):
             stack.callback(session.remove_rotary_embeddings)
             for handle in session.register(backbone):
                 stack.callback(handle.remove)
+            if self.n_recorded_queries and source is not None:
+                stack.enter_context(observe_attention(session.observe))
             stack.callback(session.discard_unfinished_prefill)
             yield
             session.seal_postponed()
 
     def seal(
-        self, model, cache, scores: Scores, *, prefix_length: int = 0, attention_mask: Tensor | None = None, beams=1
-    ):
+        self,
+        model,
+        cache,
+        scores: Scores,
+        *,
+        prefix_length: int = 0,
+        attention_mask: Tensor | None = None,
+        beams: int = 1,
+        queries: Queries | None = None,
+    ) -> None:
         """Seal a prefilled cache with scores that are already there, say to try several settings on one prompt.
 
         Parameters
@@ -165,6 +187,9 @@ class SealingPress(BasePress):
             0 at left padding.
         beams : int
             Consecutive batch rows with the same prompt, which then share one context.
+        queries : dict of int to Tensor, shape (B, Hq, M, d), optional
+            The queries of the prompt's last M positions, from :func:`verkv.record_queries`; sketches are fitted with
+            them, and tolerances calibrated on them.
 
         Raises
         ------
@@ -206,9 +231,11 @@ class SealingPress(BasePress):
             element_size=keys.element_size(),
         )
         del first, keys  # each layer's full copy must be freed as soon as it is sealed
-        plans, notes = self._plans(scores, prompt, geometry, model)
+        queries = self._check_queries(queries or {}, prompt, beams)
+        plans, notes = self._plans(scores, prompt, geometry, model, cache, queries)
         stats.notes += notes
         seal_cache(cache, plans, stats)
+        stats.notes += self._after_sealing(cache, prompt, queries, layers)
 
     # --- internals --------------------------------------------------------------------------------------------------
 
@@ -222,6 +249,17 @@ class SealingPress(BasePress):
         return Prompt(n_tokens, n_padding, protected, beams)
 
     @staticmethod
+    def _check_queries(queries: Queries, prompt: Prompt, beams: int) -> Queries:
+        """One row per context, and nothing where there is padding."""
+        for i, query in queries.items():
+            if query.dim() != 4 or query.shape[0] != len(prompt.n_padding) * beams or query.shape[2] > prompt.n_tokens:
+                raise ValueError(
+                    f"queries of layer {i} have shape {tuple(query.shape)}, but there are "
+                    f"{len(prompt.n_padding) * beams} rows of {prompt.n_tokens} tokens; record them in the prefill"
+                )
+        return {i: without_padding(query[::beams], prompt.n_padding, prompt.n_tokens) for i, query in queries.items()}
+
+    @staticmethod
     def _check_scores(scores: Scores, cache, layers: list[int]) -> Scores:
         for i in layers:
             expected = tuple(cache.layers[i].keys.shape[:3])
@@ -232,6 +270,16 @@ class SealingPress(BasePress):
             if expected != tuple(cache.layers[layers[0]].keys.shape[:3]):
                 raise NotImplementedError("layers with different numbers of KV heads cannot be sealed together yet")
         return {i: scores[i] for i in layers}
+
+
+def without_adapters(model):
+    """The model inside PEFT's wrappers, whose layers hold the adapters; other models as they are.
+
+    ``generate`` calls the model inside, so hooks on a wrapper would miss what it does.
+    """
+    if hasattr(model, "get_base_model"):  # a PeftModel
+        return model.get_base_model()
+    return model.model if hasattr(model, "merge_and_unload") else model  # its ``base_model``, such as a LoraModel
 
 
 def check_config(config) -> list[str]:

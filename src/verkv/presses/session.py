@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from verkv.cache import check_cache, empty_cache
 from verkv.presses.prompt import shared_prompts
+from verkv.presses.queries import QueryRecorder
 from verkv.presses.scores import Scores, ScoreSource
 
 # Rotary embeddings put on attention modules, by module: how many blocks, of different threads, still need them.
@@ -23,11 +24,13 @@ class Session:
     def __init__(self, press, model, kinds: list[str], source: ScoreSource | None):
         self.press, self.model, self.kinds, self.source = press, model, kinds, source
         self.scores: Scores = {}
+        self.recorder = QueryRecorder(model.config, press.n_recorded_queries)
         self.busy = False  # replays run the model again
         self.thread = threading.get_ident()
         self.is_prefill = False
         self.prefill_cache = None
         self.has_candidates = False
+        self.has_warned = False
         self.postponed: tuple | None = None  # cache, ids and mask of a prefill that is not sealed yet
         self.with_rotary: list[nn.Module] = []
 
@@ -42,7 +45,7 @@ class Session:
         blocks = [
             b for b, kind in zip(getattr(decoder, "layers", []), self.kinds, strict=False) if kind == "full_attention"
         ]
-        if not blocks or not all(hasattr(block, "self_attn") for block in blocks):
+        if not blocks or not all(hasattr(getattr(block, "self_attn", None), "layer_idx") for block in blocks):
             raise NotImplementedError(
                 f"{type(self.model).__name__} has no layers with self_attn, where this press takes its scores; use "
                 f"KVzipPress() as press"
@@ -98,12 +101,14 @@ class Session:
         if cache is not None:
             check_cache(cache, self.kinds)
         self.is_prefill, self.prefill_cache, self.scores = True, cache, {}
+        self.recorder.queries.clear()
 
     def say_what_stays_uncompressed(self, cache, kwargs: dict) -> None:
         """Only the first forward pass with an empty cache is compressed: note what else comes in many at once."""
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if not any(getattr(layer, "sealed", False) for layer in cache.layers):
-            if self.press.stats is None and self.press.compression_ratio > 0:
+            if self.press.stats is None and self.press.compression_ratio > 0 and not self.has_warned:
+                self.has_warned = True
                 warnings.warn(
                     f"past_key_values held {cache.get_seq_length()} tokens before the block: they are not compressed; "
                     f"prefill inside the block, with an empty cache",
@@ -122,6 +127,11 @@ class Session:
         if self.is_prefill and self.prefill_cache is not None:
             empty_cache(self.prefill_cache)
         self.is_prefill, self.prefill_cache = False, None
+
+    def observe(self, module: nn.Module, query: Tensor, key: Tensor, scaling: float) -> None:
+        """Record the queries of a prefill, where the press asks for some."""
+        if self.is_prefill and self.recorder.n_positions and not self.ignores_this_pass():
+            self.recorder.observe(module, query, key, scaling)
 
     @torch.no_grad()
     def after_attention(self, module: nn.Module, args, kwargs: dict, output):
@@ -155,6 +165,7 @@ class Session:
             raise NotImplementedError(
                 "attention_mask must have shape (batch, tokens) in prefill; pass the padding mask"
             )
+        self.n_prefilled = cache.get_seq_length()
         if has_candidates:
             self.postponed = cache, ids, mask
         else:
@@ -169,6 +180,7 @@ class Session:
         if n_tokens > 0:
             cut = lambda t: None if t is None else t[:, :n_tokens]  # noqa: E731
             self.scores = {i: score[..., :n_tokens] for i, score in self.scores.items()}
+            self.recorder.cut(self.n_prefilled - n_tokens)
             self.seal(cache, cut(ids), cut(mask))
 
     @torch.no_grad()
@@ -187,9 +199,11 @@ class Session:
                 prefix_length=self.source.prefix_length if self.source else 0,
                 attention_mask=mask,
                 beams=shared_prompts(ids, mask),
+                queries=self.recorder.of(cache),
             )
         finally:
             self.busy, self.scores = False, {}
+            self.recorder.queries.clear()
 
 
 def _by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:

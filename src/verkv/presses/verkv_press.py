@@ -3,11 +3,32 @@
 import dataclasses
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from verkv import sketches
 from verkv.kvfetch import FetchConfig
 from verkv.presses.poissoncomp_press import PoissonCompPress
-from verkv.rotary import rotary_dim
+from verkv.presses.prompt import Prompt
+from verkv.presses.queries import Queries
+from verkv.presses.tolerance import SCOPES, TARGETS, ToleranceCalibration, split_queries
+from verkv.rotary import rotary_dim, rotary_from_config
 from verkv.sketches import ExactSketch, RopePairSketch, Sketch
+from verkv.sketches.fit import FittedSketch, fit_sketch
 from verkv.stats import FetchStats
+
+# Sketches by name, made for a model's config.
+SKETCHES = {
+    "transform": lambda config: sketches.TransformSketch(rotary=rotary_from_config(config)),
+    "rope_pair": lambda config: RopePairSketch(rotary_dim=rotary_dim(config)),
+    "query_pca": lambda config: sketches.QueryPCASketch(),
+    "page_minmax": lambda config: sketches.PageMinMaxSketch(),
+    "product_quantization": lambda config: sketches.ProductQuantizationSketch(),
+    "exact": lambda config: ExactSketch(charged_as=RopePairSketch(rotary_dim=rotary_dim(config))),
+}
+N_QUERIES = 128  # positions at the end of the prompt whose queries are kept until it is sealed
+
+MEASURED_BEST = {"alpha": 0.3, "sketch": "transform", "outliers": 0.004, "error_aware": True, "key_rounds": 1}
+PAPER = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False, "key_rounds": 0}
 
 
 @dataclass
@@ -23,24 +44,47 @@ class VerKVPress(PoissonCompPress):
     probability at most delta, *given exact weights* (Lemma 1, Theorem 2 of [1]_). With a sketch it holds as far as
     measured; ``audit`` measures it.
 
+    Options that are None take the values that measured best (``docs/results/adherence.md``); with ``paper=True`` they
+    take the paper's, and the whole is its published algorithm.
+
     Parameters
     ----------
-    press, compression_ratio, n_sink, n_local, alpha, budget_scope, seed, audit
+    press, compression_ratio, n_sink, n_local, budget_scope, seed, audit
         As in :class:`~verkv.presses.poissoncomp_press.PoissonCompPress`. The sketch and the byte per token are paid
         from the budget.
-    sketch : {"rope_pair", "exact"} or Sketch
-        "rope_pair" is the paper's deployable 2-bit sketch; "exact" its perfect sketch, an oracle that reads host keys.
+    alpha : float in [0, 1], optional
+        Defensive mixture of the scores with their mean. Default 0.3; 0 with ``paper=True``.
+    sketch : {"transform", "rope_pair", "query_pca", "page_minmax", "product_quantization", "exact"} or Sketch, optional
+        "transform" is the default; "rope_pair" the paper's deployable 2-bit sketch, of the same size; "exact" its
+        perfect sketch, an oracle that reads host keys.
     epsilon : float > 0
         Tolerance of the relative error.
     delta : float in (0, 1)
         Probability with which the tolerance may be missed.
+    outliers : float in [0, 1), optional
+        Share of the tokens, per KV head, that are kept because the sketch codes their keys worst; paid from the
+        budget. Default 0.004; 0 with ``paper=True`` and for sketches without decoded keys.
+    error_aware : bool, optional
+        Plan with the first two moments of a weight given its sketch, from the measured covariance of the sketch's
+        error. Default True; False with ``paper=True``.
+    key_rounds : int >= 0, optional
+        How often the keys of promoted tokens are read and the plan is made again, before any value is read. Default 1;
+        0 with ``paper=True``.
     shortlist : int >= 0
         Keys per KV head and forward pass that are read and scored exactly before planning (not with the exact sketch).
     shrinkage : {"binary", "optimal"}
         Appendix A.2 or Definition 2.
+    max_read : float in (0, 1]
+        Share of a KV head's context above which its plan is not followed: everything is read and the step is exact.
+    target : {"denominator", "output"}
+        Whose relative error is to stay within ``epsilon``: the softmax denominator's, or the attention output's.
+    calibrate : {"head", "layer", "model"}, optional
+        Find the tolerance of the plan from true errors on the prompt's last queries (split conformal), for each query
+        head or pooled: the target's error then exceeds ``epsilon`` with probability at most ``delta`` on average over
+        queries exchangeable with those. Where there are too few queries the uncalibrated bound is used.
     paper : bool
-        Plan as in Appendix A.1, with the exact weights of everything that is resident. The plan then depends on the
-        draw, which the theorem forbids and which costs adherence; False plans blind to the draw.
+        The algorithm of Appendix A.1: also plans with the exact weights of everything that is resident. The plan then
+        depends on the draw, which the theorem forbids and which costs adherence; False plans blind to the draw.
     record_bounds : bool
         Keep the bound of every decision in the statistics.
 
@@ -56,43 +100,105 @@ class VerKVPress(PoissonCompPress):
     >>> press.stats.kv_read_per_token  # doctest: +SKIP
     """
 
-    sketch: str | Sketch = "rope_pair"
+    alpha: float | None = None
+    sketch: str | Sketch | None = None
     epsilon: float = 0.05
     delta: float = 0.1
+    outliers: float | None = None
+    error_aware: bool | None = None
+    key_rounds: int | None = None
     shortlist: int = 128
     shrinkage: str = "binary"
+    max_read: float = 1.0
+    target: str = "denominator"
+    calibrate: str | None = None
     paper: bool = False
     record_bounds: bool = False
 
     def _check_options(self) -> None:
         super()._check_options()
         self._fetch_config()
-        is_sketch = (
-            hasattr(self.sketch, "build") and hasattr(self.sketch, "logits") and not isinstance(self.sketch, type)
-        )
-        if self.sketch not in ("rope_pair", "exact") and not is_sketch:
-            raise ValueError(f"sketch must be 'rope_pair', 'exact' or a Sketch, got {self.sketch!r}")
+        share = self._option("outliers")
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share < 1.0:
+            raise ValueError(f"outliers must be a number in [0, 1), got {share!r}: it is a share of the tokens")
+        if self.target not in TARGETS:
+            raise ValueError(f"target must be one of {list(TARGETS)}, got {self.target!r}")
+        if self.calibrate is not None and self.calibrate not in SCOPES:
+            raise ValueError(f"calibrate must be None or one of {list(SCOPES)}, got {self.calibrate!r}")
+        if self.paper and (self.calibrate or self.target != "denominator"):
+            raise ValueError("target and calibrate must be left as they are with paper=True: the paper has neither")
+        sketch = self._option("sketch")
+        is_sketch = hasattr(sketch, "build") and hasattr(sketch, "logits") and not isinstance(sketch, type)
+        if not is_sketch and (not isinstance(sketch, str) or sketch not in SKETCHES):
+            raise ValueError(f"sketch must be one of {list(SKETCHES)} or a Sketch, got {sketch!r}")
+
+    def _option(self, name: str):
+        """An option's value, or the default that goes with ``paper``."""
+        value = getattr(self, name)
+        if value is not None:
+            return value
+        return (PAPER if self.paper else MEASURED_BEST)[name]
+
+    def _mixture(self) -> float:
+        return self._option("alpha")
 
     def _fetch_config(self) -> FetchConfig:
-        return FetchConfig(self.epsilon, self.delta, self.shortlist, self.shrinkage, self.paper)
+        return FetchConfig(
+            self.epsilon,
+            self.delta,
+            self.shortlist,
+            self.shrinkage,
+            self.paper,
+            key_rounds=self._option("key_rounds"),
+            max_read=self.max_read,
+        )
 
     def _sketch(self, model) -> Sketch:
-        n_rotated = rotary_dim(model.config)
-        if isinstance(self.sketch, RopePairSketch) and self.sketch.rotary_dim is None:
-            return dataclasses.replace(self.sketch, rotary_dim=n_rotated)
-        if not isinstance(self.sketch, str):
-            return self.sketch
-        rope_pair = RopePairSketch(rotary_dim=n_rotated)
-        return rope_pair if self.sketch == "rope_pair" else ExactSketch(charged_as=rope_pair)
+        sketch = self._option("sketch")
+        if isinstance(sketch, str):
+            return SKETCHES[sketch](model.config)
+        if isinstance(sketch, RopePairSketch) and sketch.rotary_dim is None:
+            return dataclasses.replace(sketch, rotary_dim=rotary_dim(model.config))
+        if isinstance(sketch, sketches.TransformSketch) and sketch.rotary is None:
+            return dataclasses.replace(sketch, rotary=rotary_from_config(model.config))
+        return sketch
+
+    @property
+    def n_recorded_queries(self) -> int:
+        """Queries fit sketches, but for the paper's and the exact one, and calibrate."""
+        unused = self._option("sketch") in ("rope_pair", "exact") and self.calibrate is None
+        return 0 if unused else N_QUERIES
+
+    def _n_outliers(self, prompt: Prompt, sketch: Sketch) -> Tensor:
+        free = (prompt.lengths - prompt.n_protected.to(prompt.lengths.device)).clamp_min(0)
+        share = 0.0 if sketch.is_oracle or not sketch.is_linear else self._option("outliers")
+        return (share * free.float()).round().long()
+
+    def _fit(self, sketch: Sketch, keys: Tensor, prompt: Prompt, queries: Tensor | None) -> FittedSketch | None:
+        if sketch.is_oracle:
+            return None
+        if queries is not None and self.calibrate is not None:
+            queries = split_queries(queries)[0]
+        n_outliers = self._n_outliers(prompt, sketch)
+        error_aware = self._option("error_aware")
+        return fit_sketch(sketch, keys, prompt.n_padding, queries, prompt.protected, n_outliers, error_aware)
+
+    def _after_sealing(self, cache, prompt: Prompt, queries: Queries, layers: list[int]) -> list[str]:
+        if self.calibrate is None:
+            return []
+        calibration = ToleranceCalibration(self.epsilon, self.delta, self.target, self.calibrate, self.n_local)
+        calibrating = {i: split_queries(query)[1] for i, query in queries.items()}
+        contexts = {i: cache.layers[i].context for i in layers}
+        calibration.run(contexts, calibrating, n_first=self.n_sink + self.n_local)
+        return calibration.notes
 
     def _new_stats(self) -> FetchStats:
-        name = self.sketch if isinstance(self.sketch, str) else self.sketch.name
-        config = self._fetch_config()
+        sketch = self._option("sketch")
         return FetchStats(
             method=type(self).__name__,
-            epsilon=config.epsilon,
-            delta=config.delta,
-            sketch=name,
+            epsilon=self.epsilon,
+            delta=self.delta,
+            sketch=sketch if isinstance(sketch, str) else sketch.name,
             record_bounds=self.record_bounds,
         )
 

@@ -2,7 +2,25 @@
 
 from verkv.sketches.base import Sketch
 from verkv.sketches.exact import ExactSketch
+from verkv.sketches.key_basis import KeyBasis, fit_key_basis, load_key_bases, save_key_bases
+from verkv.sketches.page_minmax import PageMinMaxSketch
+from verkv.sketches.product_quantization import ProductQuantizationSketch
+from verkv.sketches.query_pca import QueryPCASketch
 from verkv.sketches.rope_pair import RopePairSketch
 from verkv.sketches.shortlist import shortlist
+from verkv.sketches.transform import TransformSketch
 
-__all__ = ["ExactSketch", "RopePairSketch", "Sketch", "shortlist"]
+__all__ = [
+    "ExactSketch",
+    "KeyBasis",
+    "PageMinMaxSketch",
+    "ProductQuantizationSketch",
+    "QueryPCASketch",
+    "RopePairSketch",
+    "Sketch",
+    "TransformSketch",
+    "fit_key_basis",
+    "load_key_bases",
+    "save_key_bases",
+    "shortlist",
+]

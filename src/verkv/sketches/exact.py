@@ -34,9 +34,10 @@ class ExactSketch:
 
     name = "exact"
     is_oracle = True
+    is_linear = True
 
-    def build(self, keys: Tensor, queries: Tensor | None = None) -> "ExactSketch":
-        """Keep a reference to the keys (B, Hkv, T, d); nothing is copied. Queries are not used."""
+    def build(self, keys: Tensor, queries: Tensor | None = None, positions: Tensor | None = None) -> "ExactSketch":
+        """Keep a reference to the keys (B, Hkv, T, d); nothing is copied. Queries and positions are not used."""
         built = dataclasses.replace(self)
         built._keys = keys
         return built
@@ -44,6 +45,10 @@ class ExactSketch:
     def logits(self, query: Tensor) -> Tensor:
         """Exact <k, q> in float32; (B, Hkv, R, d) -> (B, Hkv, R, T)."""
         return query.float() @ self._keys.to(query.device).float().mT
+
+    def decode(self) -> Tensor:
+        """The keys themselves, in float32."""
+        return self._keys.float()
 
     def charged_bytes(self, n_tokens: int, head_dim: int) -> int:
         """Those of the 2-bit sketch, so that the samples match."""

@@ -48,6 +48,7 @@ class RopePairSketch:
 
     name = "rope_pair"
     is_oracle = False
+    is_linear = True
 
     def __post_init__(self):
         if not 0.0 < self.fraction <= 1.0:
@@ -58,8 +59,8 @@ class RopePairSketch:
         if rotary_dim is not None and (not isinstance(rotary_dim, int) or rotary_dim < 2 or rotary_dim % 2):
             raise ValueError(f"rotary_dim must be an even number of channels or None, got {rotary_dim!r}")
 
-    def build(self, keys: Tensor, queries: Tensor | None = None) -> "RopePairSketch":
-        """Choose channels and quantise keys (B, Hkv, T, d). Queries are not used.
+    def build(self, keys: Tensor, queries: Tensor | None = None, positions: Tensor | None = None) -> "RopePairSketch":
+        """Choose channels and quantise keys (B, Hkv, T, d). Queries and positions are not used.
 
         Raises
         ------
@@ -71,7 +72,7 @@ class RopePairSketch:
         zero, scale = self._affine(kept)
         codes = ((kept - self._per_token(zero, kept)) / self._per_token(scale, kept).clamp_min(1e-12)).round()
         built = dataclasses.replace(self)
-        built._channels = channels
+        built._head_dim, built._channels = keys.shape[-1], channels
         built._zero, built._scale = zero, scale
         built._codes = _pack(codes.clamp(0, MAX_CODE).to(torch.uint8))
         return built
@@ -79,12 +80,13 @@ class RopePairSketch:
     def logits(self, query: Tensor) -> Tensor:
         """Score the decoded channels; (B, Hkv, R, d) -> (B, Hkv, R, T) in float32."""
         index = self._channels[:, :, None, :].long().expand(-1, -1, query.shape[2], -1)
-        return query.float().gather(-1, index) @ self.decode().mT
+        return query.float().gather(-1, index) @ self._decode_kept().mT
 
     def decode(self) -> Tensor:
-        """The kept channels of all tokens, (B, Hkv, T, n_channels), float32."""
-        codes = _unpack(self._codes, self._channels.shape[-1]).float()
-        return codes * self._per_token(self._scale, codes) + self._per_token(self._zero, codes)
+        """The keys of all tokens, (B, Hkv, T, d), float32, with 0 in the channels that are not kept."""
+        kept = self._decode_kept()
+        index = self._channels[:, :, None, :].long().expand(-1, -1, kept.shape[2], -1)
+        return kept.new_zeros(*kept.shape[:3], self._head_dim).scatter(-1, index, kept)
 
     def charged_bytes(self, n_tokens: int, head_dim: int) -> int:
         """Packed codes plus the float16 parameters of every begun group."""
@@ -113,10 +115,16 @@ class RopePairSketch:
     def select(self, indices: Tensor) -> "RopePairSketch":
         """Reindex the batch."""
         chosen = dataclasses.replace(self)
+        chosen._head_dim = self._head_dim
         for name in ("_channels", "_zero", "_scale", "_codes"):
             value = getattr(self, name)
             setattr(chosen, name, value[indices.to(value.device)])
         return chosen
+
+    def _decode_kept(self) -> Tensor:
+        """The kept channels of all tokens, (B, Hkv, T, n_channels), float32."""
+        codes = _unpack(self._codes, self._channels.shape[-1]).float()
+        return codes * self._per_token(self._scale, codes) + self._per_token(self._zero, codes)
 
     def _n_channels(self, head_dim: int) -> int:
         """A multiple of four, so that codes fill whole bytes."""

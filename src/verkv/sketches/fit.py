@@ -1,0 +1,84 @@
+"""Fitting a sketch to a prefilled layer: padding, positions, outliers, and what is left of the error."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verkv.sketches.base import Sketch
+from verkv.sketches.error import SketchError, worst_sketched
+
+
+@dataclass(frozen=True)
+class FittedSketch:
+    """A sketch built on a layer's keys, with what was learnt on the way.
+
+    Attributes
+    ----------
+    sketch : Sketch
+    error : SketchError or None
+        Moments of its error over the tokens that are planned with it.
+    outliers : Tensor, shape (C, Hkv, T), bool, or None
+        Tokens it codes worst.
+    """
+
+    sketch: Sketch
+    error: SketchError | None = None
+    outliers: Tensor | None = None
+
+
+def build_sketch(recipe: Sketch, keys: Tensor, n_padding: Tensor, queries: Tensor | None = None) -> Sketch:
+    """Build a sketch of keys (C, Hkv, T, d) whose rows have ``n_padding`` (C,) tokens of left padding.
+
+    Each row's padding is replaced by its first token and position: what stands there must not choose the sketch's
+    channels, nor widen its ranges; it may even be NaN.
+    """
+    n_tokens = keys.shape[2]
+    positions = torch.arange(n_tokens, device=keys.device) - n_padding.to(keys.device)[:, None]  # (C, T)
+    if bool((positions < 0).any()):
+        first = keys[torch.arange(len(keys), device=keys.device), :, n_padding.to(keys.device)]
+        keys = torch.where((positions < 0)[:, None, :, None], first[:, :, None], keys)
+    return recipe.build(keys, queries=queries, positions=positions.clamp_min(0))
+
+
+def fit_sketch(
+    recipe: Sketch,
+    keys: Tensor,
+    n_padding: Tensor,
+    queries: Tensor | None,
+    protected: Tensor,
+    n_outliers: Tensor,
+    measure_error: bool,
+) -> FittedSketch:
+    """Build a sketch, find the tokens it codes worst, and measure its error on the others.
+
+    Parameters
+    ----------
+    recipe : Sketch
+        Not an oracle.
+    keys : Tensor, shape (C, Hkv, T, d)
+    n_padding : Tensor, shape (C,), int64
+    queries : Tensor, shape (C, Hq, M, d), optional
+        As attention sees them.
+    protected : Tensor, shape (C, T), bool
+        Tokens that are always kept.
+    n_outliers : Tensor, shape (C,), int64
+        How many tokens to name as outliers, for each KV head.
+    measure_error : bool
+
+    Returns
+    -------
+    FittedSketch
+        Without error and outliers for a sketch that is not linear: it has no decoded keys to compare with.
+    """
+    sketch = build_sketch(recipe, keys, n_padding, queries)
+    outliers = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
+    if not sketch.is_linear or not (measure_error or bool(n_outliers.any())):
+        return FittedSketch(sketch, None, outliers)
+    decoded = sketch.decode()
+    is_token = torch.arange(keys.shape[2], device=keys.device) >= n_padding.to(keys.device)[:, None]
+    free = is_token & ~protected.to(keys.device)
+    if bool(n_outliers.any()):
+        outliers = worst_sketched(keys, decoded, queries, free, n_outliers)
+    error = SketchError.measure(keys, decoded, free[:, None] & ~outliers) if measure_error else None
+    return FittedSketch(sketch, error, outliers)

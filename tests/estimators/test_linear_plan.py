@@ -1,0 +1,381 @@
+"""The linear plan against the sorting reference in float64, and its promise in float32 against the float64 bound."""
+
+import importlib
+
+import pytest
+import torch
+
+from verkv.estimators import (
+    MIN_INCLUSION_PROB,
+    bernstein_certificate,
+    binary_shrinkage,
+    certificate_drop,
+    decode_inclusion_probs,
+    fetch_plan,
+    linear_plan,
+    optimal_shrinkage,
+)
+from verkv.estimators import boundary as boundary_module
+from verkv.estimators.boundary import reduce_bins, running_sum, summation_error, tokens_above
+
+plan_module = importlib.import_module("verkv.estimators.linear_plan")  # the package has a function of that name
+
+F64, F32 = torch.float64, torch.float32
+DELTA = 0.1
+
+KINDS = [
+    "flat",
+    "peaked",
+    "heavy_tailed",
+    "tied",
+    "constant",
+    "huge_weight",
+    "huge_weights",
+    "r_at_floor",
+    "equal_r",
+    "r_off_grid",
+    "some_certain",
+    "one_residual",
+    "all_certain",
+    "underflowing",
+    "zero_weights",
+    "inflated",
+    "tiny_denominator",
+]
+
+
+def make_rows(kind, n_rows, n_tokens, seed=0, dtype=F64):
+    """Weights, inclusion probabilities, residual mask and denominator of random rows."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (n_rows, n_tokens)
+    logits = torch.randn(shape, generator=g, dtype=F64) * 2.0
+    levels = (20 + 15 * torch.randn(shape, generator=g, dtype=F64) - 3.0 * logits).round().clamp(1, 127)
+    spare = torch.rand(n_rows, generator=g, dtype=F64) * 3.0  # the share of D outside these weights
+    if kind == "flat":
+        logits = logits * 0.1
+    elif kind == "peaked":
+        logits = logits * 4.0
+    elif kind == "heavy_tailed":
+        logits = torch.rand(shape, generator=g, dtype=F64).clamp_min(1e-9).log().neg().square()
+    elif kind == "tied":
+        logits, levels = (logits * 2.0).round() * 0.5, (levels / 8.0).round().clamp_min(1) * 8.0
+    elif kind == "constant":
+        logits, levels = torch.zeros_like(logits), torch.full_like(levels, 21.0)
+    elif kind == "huge_weight":
+        logits[:, n_tokens // 2] = 30.0
+    elif kind == "huge_weights":
+        logits[:, :: max(1, n_tokens // 5)] += 14.0
+    elif kind == "r_at_floor":
+        levels = torch.full_like(levels, 127.0)
+    elif kind == "equal_r":
+        levels = torch.full_like(levels, 30.0)
+    elif kind == "some_certain":
+        levels[torch.rand(shape, generator=g) < 0.3] = 0.0
+    elif kind == "one_residual":
+        levels[:] = 0.0
+        levels[torch.arange(n_rows), torch.randint(n_tokens, (n_rows,), generator=g)] = 25.0
+    elif kind == "all_certain":
+        levels[:] = 0.0
+    elif kind == "underflowing":
+        logits = logits * 40.0
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    if kind == "zero_weights":
+        weights[:, 1::2] = 0.0
+    denominator = weights.sum(-1) * (1.0 + spare)
+    if kind == "inflated":  # planning weights in the residual set may be larger than those in D
+        weights = weights * 5.0
+    if kind == "tiny_denominator":  # a common scale cancels
+        weights, denominator = weights * 1e-25, denominator * 1e-25
+    r = decode_inclusion_probs(levels.to(torch.uint8), F64)
+    if kind == "r_off_grid":
+        r = MIN_INCLUSION_PROB + (1.0 - MIN_INCLUSION_PROB) * torch.rand(shape, generator=g, dtype=F64) ** 3
+    return weights.to(dtype), r.to(dtype), r < 1, denominator.to(dtype)
+
+
+def reference(weights, r, residual, denominator, epsilon):
+    """The plan by sorting, and its shrinkage."""
+    shrinkage = binary_shrinkage(weights, r, residual)
+    return fetch_plan(weights, r, shrinkage, residual, denominator, epsilon, DELTA), shrinkage
+
+
+def exact_bound(weights, r, residual, denominator, shrinkage, promoted):
+    """The float64 bound of what is left."""
+    wide = [tensor.double() for tensor in (weights, r, shrinkage)]
+    left = residual & ~promoted
+    return bernstein_certificate(*wide, left, denominator.double(), DELTA).error_bound
+
+
+def assert_same_plan(rows, epsilon):
+    """k*, shrinkage and bounds are the reference's; sets differ only where drops are equal."""
+    weights, r, residual, denominator = rows
+    plan = linear_plan(*rows, epsilon, DELTA)
+    expected, shrinkage = reference(*rows, epsilon)
+    assert torch.equal(plan.n_promoted, expected.n_promoted)
+    assert torch.equal(plan.shrinkage, shrinkage)
+    assert torch.equal(plan.promoted.sum(-1), plan.n_promoted)
+    torch.testing.assert_close(plan.error_bound, expected.error_bound, rtol=1e-12, atol=0.0)
+    bound = exact_bound(*rows, plan.shrinkage, plan.promoted)
+    assert bool((bound < epsilon).all())
+    torch.testing.assert_close(plan.planned_bound, bound, rtol=1e-10, atol=1e-30)
+    swapped = plan.promoted ^ expected.promoted
+    for row in swapped.any(-1).nonzero().flatten().tolist():
+        drop = certificate_drop(weights[row], r[row], shrinkage[row], residual[row], denominator[row], DELTA)
+        tied = drop[swapped[row]]
+        assert float(tied.max() - tied.min()) <= 1e-12 * float(tied.max())
+
+
+class TestAgainstTheSort:
+    """5,440 rows of at most 4,097 tokens here, and the long ones below."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_short_rows(self, kind):
+        for seed, n_tokens in enumerate([1, 2, 3, 17, 64, 511, 512, 513]):
+            for epsilon in (0.02, 0.3):
+                assert_same_plan(make_rows(kind, 16, n_tokens, seed), epsilon)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_medium_rows(self, kind):
+        for seed, (n_rows, n_tokens, epsilon) in enumerate([(32, 1000, 0.1), (24, 2049, 0.01), (8, 4097, 0.05)]):
+            assert_same_plan(make_rows(kind, n_rows, n_tokens, seed), epsilon)
+
+    @pytest.mark.parametrize("kind", ["peaked", "tied", "constant", "r_at_floor", "inflated"])
+    @pytest.mark.parametrize("n_tokens", [32_768, 131_072])
+    def test_long_rows(self, kind, n_tokens):
+        assert_same_plan(make_rows(kind, 2, n_tokens), 0.05)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_fixed_sizes_give_the_same_plan(self, kind, monkeypatch):
+        """The path of devices on which sizes must not depend on the data, on the CPU."""
+        rows = make_rows(kind, 6, 700)
+        gathered = linear_plan(*rows, 0.05, DELTA)
+        monkeypatch.setattr(boundary_module, "sizes_may_vary", lambda device: False)
+        monkeypatch.setattr(plan_module, "sizes_may_vary", lambda device: False)
+        masked = linear_plan(*rows, 0.05, DELTA)
+        assert torch.equal(masked.promoted, gathered.promoted)
+        assert torch.equal(masked.shrinkage, gathered.shrinkage)
+        assert_same_plan(rows, 0.05)
+
+    def test_given_shrinkage(self):
+        """Coefficients anywhere in [r, 1] may be planned with, as Definition 2 gives them."""
+        for kind in ("peaked", "some_certain", "r_at_floor"):
+            weights, r, residual, denominator = make_rows(kind, 20, 800)
+            shrinkage = optimal_shrinkage(weights, r, residual)
+            expected = fetch_plan(weights, r, shrinkage, residual, denominator, 0.05, DELTA)
+            plan = linear_plan(weights, r, residual, denominator, 0.05, DELTA, shrinkage)
+            assert torch.equal(plan.shrinkage, shrinkage)
+            assert torch.equal(plan.n_promoted, expected.n_promoted)
+            assert torch.equal(plan.promoted, expected.promoted)
+
+    def test_tolerance_of_each_row(self):
+        weights, r, residual, denominator = make_rows("heavy_tailed", 6, 600)
+        epsilon = torch.tensor([0.5, 0.02, 1e3, 0.1, 1e-6, 0.05], dtype=F64)
+        plan = linear_plan(weights, r, residual, denominator, epsilon, DELTA)
+        for row, value in enumerate(epsilon.tolist()):
+            alone = linear_plan(weights[row], r[row], residual[row], denominator[row], value, DELTA)
+            assert torch.equal(plan.promoted[row], alone.promoted)
+
+    def test_every_k_is_reached(self):
+        """With the tolerance between two neighbouring bounds, exactly the tokens above it are promoted."""
+        rows = [tensor[:1] for tensor in make_rows("peaked", 1, 40)]
+        weights, r, residual, denominator = rows
+        shrinkage = binary_shrinkage(weights, r, residual)
+        drop = certificate_drop(weights, r, shrinkage, residual, denominator, DELTA)
+        rank = drop.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        bounds = [float(exact_bound(*rows, shrinkage, rank < k)) for k in range(41)]
+        for k in range(1, 41):
+            plan = linear_plan(*rows, (bounds[k - 1] + bounds[k]) / 2, DELTA)
+            assert torch.equal(plan.promoted, rank < k), k
+
+
+class TestFloat32:
+    """Rounding may cost a few tokens more, never the certificate."""
+
+    @pytest.mark.parametrize("fixed_sizes", [False, True], ids=["gathered", "fixed_sizes"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_float64_bound_of_what_is_left_is_below_epsilon(self, kind, fixed_sizes, monkeypatch):
+        if fixed_sizes:
+            monkeypatch.setattr(boundary_module, "sizes_may_vary", lambda device: False)
+            monkeypatch.setattr(plan_module, "sizes_may_vary", lambda device: False)
+        for seed, n_tokens in enumerate([1, 2, 64, 600, 3000]):
+            for epsilon in (0.3, 0.05, 0.01):
+                rows = make_rows(kind, 6, n_tokens, seed, F32)
+                plan = linear_plan(*rows, epsilon, DELTA)
+                assert plan.shrinkage.dtype == plan.planned_bound.dtype == F32
+                assert bool((exact_bound(*rows, plan.shrinkage, plan.promoted) < epsilon).all())
+                assert bool((plan.planned_bound < epsilon).all())
+                assert torch.equal(plan.promoted.sum(-1), plan.n_promoted)
+                assert not bool((plan.promoted & ~rows[2]).any())
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_hardly_more_than_in_float64(self, kind):
+        """Promoting for a tolerance that is smaller by the margin of rounding is always enough."""
+        weights, r, residual, denominator = make_rows(kind, 8, 3000, dtype=F32)
+        plan = linear_plan(weights, r, residual, denominator, 0.05, DELTA)
+        wide = (weights.double(), r.double(), residual, denominator.double(), 0.05 * (1.0 - 1e-3), DELTA)
+        expected = linear_plan(*wide, shrinkage=plan.shrinkage.double())
+        assert bool((plan.n_promoted <= expected.n_promoted).all())
+
+    @pytest.mark.parametrize("kind", ["flat", "constant", "equal_r", "r_at_floor", "tied"])
+    def test_long_rows(self, kind):
+        """Where a plain float32 sum of so many equal terms would drift."""
+        rows = make_rows(kind, 2, 131_072, dtype=F32)
+        plan = linear_plan(*rows, 0.02, DELTA)
+        assert bool((exact_bound(*rows, plan.shrinkage, plan.promoted) < 0.02).all())
+
+    def test_tiny_epsilon_promotes_all(self):
+        rows = make_rows("peaked", 3, 100, dtype=F32)
+        plan = linear_plan(*rows, 1e-30, DELTA)
+        assert bool((exact_bound(*rows, plan.shrinkage, plan.promoted) < 1e-30).all())
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision_is_planned_in_float32(self, dtype):
+        weights, r, residual, denominator = make_rows("equal_r", 2, 50, dtype=dtype)
+        plan = linear_plan(weights, r, residual, denominator, 0.05, DELTA)
+        expected = linear_plan(weights.float(), r.float(), residual, denominator.float(), 0.05, DELTA)
+        assert torch.equal(plan.promoted, expected.promoted)
+        assert plan.shrinkage.dtype == F32
+
+
+class TestShapes:
+    def test_broadcasting_and_blocks(self, monkeypatch):
+        """Probabilities shared by query rows, rows in several axes, and blocks of any size make no difference."""
+        weights, _, _, _ = make_rows("heavy_tailed", 12, 600)
+        weights = weights.view(2, 2, 3, 600)
+        _, r, residual, _ = make_rows("some_certain", 2, 600, seed=1)
+        r, residual = r.view(2, 1, 1, 600), residual.view(2, 1, 1, 600)
+        denominator = weights.sum(-1) * 1.5
+        full = [tensor.expand(weights.shape).contiguous().view(12, 600) for tensor in (weights, r, residual)]
+        expected = linear_plan(*full, denominator.view(12), 0.05, DELTA)
+        for pairs in (1, 1500, 2500, 10**6):
+            monkeypatch.setattr(plan_module, "_CPU_PAIRS", pairs)
+            for mask in (residual, residual.expand(weights.shape)):
+                plan = linear_plan(weights, r, mask, denominator, 0.05, DELTA)
+                assert plan.promoted.shape == weights.shape
+                assert plan.n_promoted.shape == plan.error_bound.shape == plan.planned_bound.shape == (2, 2, 3)
+                assert torch.equal(plan.promoted.view(12, 600), expected.promoted)
+                assert torch.equal(plan.shrinkage.view(12, 600), expected.shrinkage)
+                torch.testing.assert_close(plan.planned_bound.view(12), expected.planned_bound)
+
+    def test_one_row_without_leading_axes(self):
+        weights, r, residual, denominator = (tensor[0] for tensor in make_rows("peaked", 1, 90))
+        plan = linear_plan(weights, r, residual, denominator, 0.05, DELTA)
+        expected, _ = reference(weights, r, residual, denominator, 0.05)
+        assert plan.n_promoted.shape == ()
+        assert torch.equal(plan.promoted, expected.promoted)
+
+    @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)])
+    def test_no_tokens_or_no_rows(self, shape):
+        plan = linear_plan(
+            torch.ones(shape), torch.ones(shape), torch.ones(shape).bool(), torch.ones(shape[:-1]), 0.1, 0.1
+        )
+        assert plan.promoted.shape == shape
+        assert plan.n_promoted.shape == shape[:-1]
+        assert not bool(plan.n_promoted.any())
+
+    def test_inputs_are_left_alone(self):
+        rows = make_rows("peaked", 4, 300)
+        shrinkage = optimal_shrinkage(*rows[:3])
+        before = [tensor.clone() for tensor in (*rows, shrinkage)]
+        linear_plan(*rows, 0.05, DELTA)
+        linear_plan(*rows, 0.05, DELTA, shrinkage)
+        assert all(torch.equal(now, then) for now, then in zip((*rows, shrinkage), before, strict=True))
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("dtype", [F32, F64])
+    @pytest.mark.parametrize("fixed_sizes", [False, True], ids=["gathered", "fixed_sizes"])
+    @pytest.mark.parametrize("bad", ["nan_weight", "inf_weight", "zero_denominator", "nan_denominator", "overflow"])
+    def test_no_certificate_promotes_everything(self, bad, fixed_sizes, dtype, monkeypatch):
+        """A bound that is not a number or infinite is not below epsilon; the other rows are planned as ever."""
+        if fixed_sizes:
+            monkeypatch.setattr(boundary_module, "sizes_may_vary", lambda device: False)
+            monkeypatch.setattr(plan_module, "sizes_may_vary", lambda device: False)
+        weights, r, residual, denominator = make_rows("some_certain", 3, 700, dtype=dtype)
+        expected = linear_plan(weights, r, residual, denominator, 0.05, DELTA)
+        at = int(residual[1].nonzero()[0])
+        if bad == "nan_weight":
+            weights[1, at] = -torch.nan
+        elif bad == "inf_weight":
+            weights[1, at] = torch.inf
+        elif bad == "overflow":
+            weights[1, at] = torch.finfo(dtype).max
+        else:
+            denominator[1] = 0.0 if bad == "zero_denominator" else torch.nan
+        plan = linear_plan(weights, r, residual, denominator, 0.05, DELTA)
+        assert torch.equal(plan.promoted[1], residual[1])
+        assert int(plan.n_promoted[1]) == int(residual[1].sum())
+        assert not bool(plan.error_bound[1].isfinite())
+        assert float(plan.planned_bound[1]) == 0.0
+        assert torch.equal(plan.promoted[::2], expected.promoted[::2])
+
+    @pytest.mark.parametrize("epsilon", [0.0, -1.0, float("nan"), float("inf")])
+    def test_epsilon(self, epsilon):
+        with pytest.raises(ValueError, match="epsilon must be"):
+            linear_plan(*make_rows("flat", 1, 3), epsilon, DELTA)
+
+    @pytest.mark.parametrize("delta", [0.0, 1.0])
+    def test_delta(self, delta):
+        with pytest.raises(ValueError, match="delta must be"):
+            linear_plan(*make_rows("flat", 1, 3), 0.1, delta)
+
+
+class SumRule:
+    """Takes tokens, by falling key, while the sum of those before is smaller than a limit."""
+
+    from_top = True
+    reductions = ("sum",)
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def boundary_bin(self, bins, largest_key, state):
+        before = bins[0].flip(-1).cumsum(-1).flip(-1) - bins[0] + state[0]
+        chosen = (before >= self.limit).sum(-1, keepdim=True)
+        return chosen, [before.gather(-1, chosen)]
+
+    def last(self, key, values, state):
+        return values[0].cumsum(-1) - values[0] + state[0] < self.limit, state
+
+
+class TestBoundary:
+    @pytest.mark.parametrize("dtype", [F32, F64])
+    @pytest.mark.parametrize("fixed_sizes", [False, True], ids=["gathered", "fixed_sizes"])
+    @pytest.mark.parametrize("keys", ["close", "equal", "spread", "crowded"])
+    def test_takes_what_the_sort_takes(self, keys, fixed_sizes, dtype, monkeypatch):
+        """Integers are summed, so the sort's answer has no rounding; crowded bins are split down to the last bit."""
+        if fixed_sizes:
+            monkeypatch.setattr(boundary_module, "sizes_may_vary", lambda device: False)
+        monkeypatch.setattr(boundary_module, "_FEW", 8)
+        g = torch.Generator().manual_seed(0)
+        n_tokens = 5000
+        key = {
+            "close": 1.0 + torch.finfo(dtype).eps * torch.randint(0, 2000, (3, n_tokens), generator=g),
+            "equal": torch.full((3, n_tokens), 0.7),
+            "spread": torch.randn(3, n_tokens, generator=g).mul(30.0).exp(),
+            "crowded": torch.randint(1, 4, (3, n_tokens), generator=g) * 1.1,
+        }[keys].to(dtype)
+        value = torch.randint(1, 5, (3, n_tokens), generator=g).to(dtype)
+        for limit in (1.0, 700.0, 6000.0, 1e6):
+            taken, state = tokens_above(key, [value], SumRule(limit))
+            order = key.argsort(dim=-1, descending=True, stable=True)
+            sums = value.gather(-1, order).cumsum(-1) - value.gather(-1, order)
+            assert torch.equal(taken, torch.zeros_like(taken).scatter(-1, order, sums < limit))
+            assert state[0].shape == (3, 1)
+
+    def test_rounding_stays_within_its_bound(self):
+        """Equal terms make the same error again and again, in the same direction; a plain sum exceeds the bound."""
+        n_tokens = 131_072
+        values = torch.full((1, n_tokens), 0.1, dtype=F32)
+        values[0, 0] = 4000.0
+        exact = values.double().sum()
+        allowed = summation_error(n_tokens, F32)
+        sums = reduce_bins(torch.zeros(1, n_tokens, dtype=torch.int64), values, 3, "sum")
+        assert float((sums[0, 0].double() - exact).abs() / exact) < allowed
+        plain = torch.zeros(1, 3).scatter_add_(1, torch.zeros(1, n_tokens, dtype=torch.int64), values)
+        assert float((plain[0, 0].double() - exact).abs() / exact) > allowed
+        assert float(((running_sum(values).double() / values.double().cumsum(-1)) - 1.0).abs().max()) < allowed
+
+    @pytest.mark.parametrize("n_values", [1, 2, 511, 512, 513, 1000, 4097])
+    def test_running_sum(self, n_values):
+        values = torch.randint(0, 9, (2, n_values)).float()
+        assert torch.equal(running_sum(values), values.cumsum(-1))
