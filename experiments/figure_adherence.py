@@ -27,26 +27,27 @@ from verkv.demo_model import demo_model_path
 EPSILONS = (0.01, 0.05, 0.1, 0.3)
 OUTPUT_EPSILONS = (0.1, 0.2, 0.3)
 COMMON = {"compression_ratio": 0.9375, "n_sink": 32, "n_local": 32, "shortlist": 32, "audit": True}
-BLIND = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False, "key_rounds": 0}
+PLAIN = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False}
 # Name: options of VerKVPress. "paper" and "default" are the two main columns; the others change one thing.
 METHODS = {
     "paper": {"paper": True},
     "default": {},
     "exact sketch": {"sketch": "exact"},
-    "paper + mixture": {"paper": True, "alpha": 0.3},
-    "blind": BLIND,
-    "blind + mixture": BLIND | {"alpha": 0.3},
-    "blind + transform sketch": BLIND | {"sketch": "transform"},
-    "blind + outliers": BLIND | {"outliers": 0.004},
-    "blind + moments": BLIND | {"error_aware": True},
-    "blind + keys first": BLIND | {"key_rounds": 1},
+    "blind": PLAIN,
+    "paper + mixture": {"paper": True, "alpha": 0.5},
+    "blind + mixture": PLAIN | {"alpha": 0.5},
+    "blind + transform sketch": PLAIN | {"sketch": "transform"},
+    "blind + outliers": PLAIN | {"outliers": 0.004},
+    "blind + moments": PLAIN | {"error_aware": True},
+    "blind + keys first": PLAIN | {"key_rounds": 1},
+    "default + moments everywhere": {"error_aware": True},
+    "default + moments + keys first": {"error_aware": True, "key_rounds": 1},
+    "default, calibrated D": {"calibrate": "layer"},
     "default, 2-bit sketch": {"sketch": "rope_pair"},
-    "default without mixture": {"alpha": 0.0},
-    "default without outliers": {"outliers": 0.0},
-    "default without moments": {"error_aware": False},
-    "default without keys first": {"key_rounds": 0},
-    "default, moments instead of keys first": {"error_aware": True, "key_rounds": 0},
+    "calibrated output": {"target": "output", "calibrate": "layer"},
+    "bounded output": {"target": "output"},
 }
+OUTPUT_METHODS = ("calibrated output", "bounded output")
 HISTOGRAM = torch.linspace(-6.0, 2.0, 161)  # bins of log10 of the output error, so that contexts can be pooled
 
 
@@ -107,7 +108,10 @@ def result(stats, report, epsilon: float) -> dict:
     """What one run adds to the tables: counts, so that runs can be pooled."""
     relative, output = stats.relative_errors("decode"), stats.output_errors("decode")
     histogram = torch.histogram(output.clamp_min(1e-6).log10().clamp(-6, 2), HISTOGRAM).hist
-    return {
+    promised = {}
+    if any(record.output_bound is not None for record in stats.records("decode")):
+        promised = {"bound_failures": int((output > stats.output_bounds("decode")).sum())}
+    return promised | {
         "decisions": len(relative),
         "denominator_violations": int((relative > epsilon).sum()),
         "output_violations": int((output > epsilon).sum()),
@@ -124,8 +128,10 @@ def cells(options) -> list[tuple[str, float, float, int]]:
     """(method, epsilon, delta, draws) of every cell; the two main columns get more draws."""
     found = []
     for name in options.methods:
-        draws = options.draws if name in ("paper", "default") else max(1, options.draws // 2)
-        found += [(name, epsilon, 0.1, draws) for epsilon in options.epsilons]
+        is_main = name in ("paper", "default")
+        draws = options.draws if is_main else max(1, options.draws // 2)
+        epsilons = OUTPUT_EPSILONS if name in OUTPUT_METHODS else options.epsilons
+        found += [(name, epsilon, 0.1, draws) for epsilon in epsilons]
         if name in ("paper", "default"):
             found += [(name, epsilon, 0.05, draws) for epsilon in options.epsilons]
     return found

@@ -1,4 +1,4 @@
-"""The command line: ``verkv demo``."""
+"""The command line: ``verkv demo``, ``verkv bench`` and ``verkv kvtc``."""
 
 import argparse
 import sys
@@ -13,6 +13,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "demo":
         return _demo(options)
+    if options.command == "bench":
+        return _bench(options)
     if options.command == "kvtc":
         return kvtc_cli.run(options)
     raise AssertionError(options.command)
@@ -29,6 +31,23 @@ def _demo(options: argparse.Namespace) -> int:
         return 1
     except (ValueError, NotImplementedError, RuntimeError) as error:
         print(f"verkv demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from verkv.bench.run import run_bench
+    from verkv.bench.settings import BenchSettings
+
+    names = ("quick", "threads", "seed", "device", "model", "tokens", "rounds", "compression_ratio", "epsilon")
+    try:
+        settings = BenchSettings(only=tuple(options.only or ()), **{name: getattr(options, name) for name in names})
+        run_bench(settings, options.json)
+    except ValueError as error:
+        print(f"verkv bench: {error}", file=sys.stderr)
+        return 2
+    except (NotImplementedError, RuntimeError) as error:
+        print(f"verkv bench: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -56,6 +75,23 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, help="of the context and of the draw")
     demo.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     demo.add_argument("--output-dir", type=Path, default=Path("outputs"), help="for the picture and the JSON line")
+
+    bench = commands.add_parser(
+        "bench",
+        help="time VerKV side by side with what it replaces",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    bench.add_argument("--only", action="append", metavar="NAME", help="decide, attention, decode, replay or kernels")
+    bench.add_argument("--quick", action="store_true", help="small and short: shows that it runs, gives no figures")
+    bench.add_argument("--threads", type=int, default=1, help="threads of torch")
+    bench.add_argument("--seed", type=int, default=0, help="of inputs, draws and the order of measurements")
+    bench.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    bench.add_argument("--model", help="name or folder of a causal language model (default: SmolLM2-135M-Instruct)")
+    bench.add_argument("--tokens", type=int, help="length of the model's context (default: 4000; 800 with --quick)")
+    bench.add_argument("--rounds", type=int, help="rounds of each comparison (default: by benchmark)")
+    bench.add_argument("--compression-ratio", type=float, default=0.9375, help="fraction removed: 16x is 0.9375")
+    bench.add_argument("--epsilon", type=float, default=0.05, help="VerKV's tolerance")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write all times here")
     kvtc_cli.add_parser(commands)
     return parser
 

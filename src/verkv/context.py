@@ -10,12 +10,13 @@ from torch import Tensor
 
 from verkv.attention import weighted_attention
 from verkv.estimators.sampling import LEVELS_PER_OCTAVE
-from verkv.kvfetch import FetchConfig, row_chunks
+from verkv.kvfetch import FetchConfig, OutputContext, row_chunks
 from verkv.planning import KeyPool, Planner, QueryRows
 from verkv.sketches import Sketch
 from verkv.sketches.fit import FittedSketch, build_sketch
 from verkv.stats import FetchStats, LayerRecord
 from verkv.tiers import LEVEL_MASK, HostTier, ResidentRows, pad_rows
+from verkv.values import ValueNorms
 
 LOG_PER_LEVEL = math.log(2.0) / LEVELS_PER_OCTAVE  # -log r of one level
 
@@ -75,6 +76,10 @@ class SealedContext:
         self.rows = ResidentRows.gather(keys, values, codes)
         self.host = HostTier.copy_from(keys, values) if plan.keep_host or plan.fetch or plan.audit else None
         self.codes = codes.flatten(0, 1) if plan.fetch else None
+        self.value_norms = None
+        if plan.fetch and plan.fetch.target == "output":
+            is_token = torch.arange(self.n_tokens, device=self.device) >= self.n_padding[:, None]
+            self.value_norms = ValueNorms.measure(values, is_token)
         self.tolerances = None if plan.tolerances is None else plan.tolerances.to(self.device)
         self.sketch = self.sketch_error = None
         if plan.fetch and plan.fitted:
@@ -97,6 +102,9 @@ class SealedContext:
             "row_offsets": self.rows.offsets.nbytes,
         }
         uncharged = {"n_padding": self.n_padding.nbytes}
+        if self.value_norms is not None:
+            device |= {name: tensor.nbytes for name, tensor in self.value_norms.tensors().items()}
+            uncharged |= {name: tensor.nbytes for name, tensor in self.value_norms.uncharged_tensors().items()}
         if self.tolerances is not None:
             uncharged["tolerances"] = self.tolerances.nbytes
         if self.sketch_error is not None:
@@ -127,6 +135,9 @@ class SealedContext:
         if self.sketch is not None:
             built_from_host = self.sketch.is_oracle
             chosen.sketch = self.sketch.build(chosen.host.keys) if built_from_host else self.sketch.select(contexts)
+        if self.value_norms is not None:
+            units = torch.arange(self.n_units, device=self.device).view(-1, self.n_kv_heads)[contexts].flatten()
+            chosen.value_norms = self.value_norms.select(units)
         if self.sketch_error is not None:
             chosen.sketch_error = self.sketch_error.select(contexts)
         if self.tolerances is not None:
@@ -169,7 +180,8 @@ class SealedContext:
             log_weights = [self._log_inverse_probs(index, is_row)[:, None, None]] * len(chunks)
             fetched_k = fetched_v = absent = None
         else:
-            plan = self._plan(rows, chunks, resident_k[:, 0], tail_logits, is_row, scaling, record)
+            tail = (tail_logits, tail_v)
+            plan = self._plan(rows, chunks, resident_k[:, 0], resident_v[:, 0], tail, is_row, scaling, record)
             log_weights = plan.log_weights
             fetched_k, is_fetched = pad_rows(plan.keys, plan.units, self.n_units)
             fetched_v, _ = pad_rows(plan.values, plan.units, self.n_units)
@@ -196,7 +208,8 @@ class SealedContext:
         rows: Tensor,
         chunks: list[slice],
         resident_k: Tensor,
-        tail_logits: Tensor,
+        resident_v: Tensor,
+        tail: tuple[Tensor, Tensor],
         is_row: Tensor,
         scaling: float,
         record: LayerRecord,
@@ -211,8 +224,9 @@ class SealedContext:
                 QueryRows(
                     rows[:, :, chunk].flatten(1, 2),
                     functools.partial(score, chunk),
-                    torch.logsumexp(tail_logits[:, :, chunk], dim=-1).flatten(1),
+                    torch.logsumexp(tail[0][:, :, chunk], dim=-1).flatten(1),
                     self._tolerances(rows.shape[2], chunk),
+                    output=self._output_context(planner, resident_v, tail, chunk),
                 )
                 for chunk in chunks
             ]
@@ -241,7 +255,24 @@ class SealedContext:
             [split(decision.error_bound) for decision in plan.decisions],
             fetched.any(-1),
         )
+        if self.audit and self.value_norms is not None:  # relative to the true output's norm once that is known
+            record.output_bound = torch.cat([split(decision.planned_bound) for decision in plan.decisions], 2)
         return _Promotion(log_weights, units, keys, values)
+
+    def _output_context(
+        self, planner: Planner, resident_v: Tensor, tail: tuple[Tensor, Tensor], chunk: slice
+    ) -> OutputContext | None:
+        """What bounding the output needs, where that is the target."""
+        if self.value_norms is None:
+            return None
+        centre = self.value_norms.centre
+        certain = ~planner.residual & ~planner.absent
+        is_certain = certain.gather(1, planner.slot_positions) & planner.is_row
+        certain_v = torch.where(is_certain[..., None], resident_v.float() - centre[:, None], 0.0)
+        tail_output, tail_lse = weighted_attention([(tail[0][:, :, chunk], tail[1])])  # (N, beams, R, dv)
+        has_tail = torch.isfinite(tail_lse)[..., None]
+        offset = torch.where(has_tail, tail_output - centre[:, None, None], 0.0).flatten(1, 2)
+        return OutputContext(self.value_norms.decode(), centre, certain, certain_v, planner.slot_positions, offset)
 
     def _fetched_keys(
         self, pool: KeyPool, units: Tensor, positions: Tensor, resident_k: Tensor, record: LayerRecord
@@ -323,15 +354,18 @@ class SealedContext:
         values = self.host.values.to(self.device).flatten(0, 1)[:, None]
         position = torch.arange(self.n_tokens, device=self.device)
         padding = position < self.n_padding.repeat_interleave(self.n_kv_heads)[:, None]
-        relative_errors, output_errors = [], []
+        relative_errors, output_errors, norms = [], [], []
         for chunk in chunks:
             logits = (rows[:, :, chunk] @ keys.float().mT * scaling).masked_fill(padding[:, None, None], -torch.inf)
             exact, exact_lse = weighted_attention([(logits, values), (tail_logits[:, :, chunk], tail_values)])
             relative_errors.append((lse[:, :, chunk] - exact_lse).expm1().abs())
             norm = exact.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
             output_errors.append((output[:, :, chunk] - exact).norm(dim=-1) / norm)
+            norms.append(norm)
         record.relative_error = self._per_decision(torch.cat(relative_errors, 2), record)
         record.output_error = self._per_decision(torch.cat(output_errors, 2), record)
+        if record.output_bound is not None:
+            record.output_bound = self._per_decision(record.output_bound / torch.cat(norms, 2), record)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 

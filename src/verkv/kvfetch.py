@@ -13,9 +13,11 @@ from torch import Tensor
 
 from verkv.checks import check_count
 from verkv.estimators.certificate import check_delta
+from verkv.estimators.distances import value_distances
 from verkv.estimators.fetching import check_epsilon
 from verkv.estimators.linear_plan import linear_plan
-from verkv.estimators.shrinkage import optimal_shrinkage
+from verkv.estimators.output_bound import output_fetch_plan
+from verkv.estimators.shrinkage import binary_shrinkage, optimal_shrinkage
 
 SHRINKAGE_RULES = ("binary", "optimal")
 
@@ -44,6 +46,9 @@ class FetchConfig:
     key_rounds : int >= 0
         How often promoted tokens' keys are read and the plan is made again with their exact weights, before values are
         read for what is still promoted.
+    target : {"denominator", "output"}
+        What is bounded: the denominator's relative error, or the output's error in units of a scale that the values
+        known exactly give (needs norms of all values).
     max_read : float in (0, 1]
         Share of a KV head's context above which a plan is not followed: everything is read and the step is exact.
 
@@ -60,6 +65,7 @@ class FetchConfig:
     paper: bool = False
     key_rounds: int = 0
     max_read: float = 1.0
+    target: Literal["denominator", "output"] = "denominator"
 
     def __post_init__(self):
         for name in ("epsilon", "delta", "max_read"):
@@ -74,6 +80,10 @@ class FetchConfig:
             raise ValueError(f"max_read must be in (0, 1], got {self.max_read}: it is a share of the context")
         check_count("shortlist", self.shortlist)
         check_count("key_rounds", self.key_rounds)
+        if self.target not in ("denominator", "output"):
+            raise ValueError(f"target must be 'denominator' or 'output', got {self.target!r}")
+        if self.paper and self.target == "output":
+            raise ValueError("target must be 'denominator' with paper=True: the paper bounds nothing else")
         if self.paper and self.key_rounds:
             raise ValueError("key_rounds must be 0 with paper=True: the paper plans once")
         if not isinstance(self.shrinkage, str) or self.shrinkage not in SHRINKAGE_RULES:
@@ -92,7 +102,8 @@ class Decision:
         Each row's own promoted tokens, before any union.
     n_promoted : Tensor, shape (N, R), int64
     error_bound, planned_bound : Tensor, shape (N, R)
-        The certificate before and after promoting.
+        The certificate before and after promoting: relative, of the denominator, or with ``target="output"`` of the
+        output and absolute.
     """
 
     shrinkage: Tensor
@@ -107,6 +118,32 @@ class Decision:
         return dataclasses.replace(self, shrinkage=self.shrinkage.gather(-1, positions), promoted=None)
 
 
+@dataclass(frozen=True)
+class OutputContext:
+    """What a bound of the output needs besides weights, for N KV heads and R query rows.
+
+    Attributes
+    ----------
+    norms : Tensor, shape (N, T)
+        At least ||v_i - c||.
+    centre : Tensor, shape (N, dv)
+    certain : Tensor, shape (N, T), bool
+        Tokens with r = 1, whose values are resident.
+    certain_values : Tensor, shape (N, S, dv)
+        Their values minus the centre, padded; 0 where there is none.
+    certain_positions : Tensor, shape (N, S), int64
+    tail_offset : Tensor, shape (N, R, dv)
+        Attention over the tokens after the context alone, minus the centre; 0 if there are none.
+    """
+
+    norms: Tensor
+    centre: Tensor
+    certain: Tensor
+    certain_values: Tensor
+    certain_positions: Tensor
+    tail_offset: Tensor
+
+
 def decide(
     planning_logits: Tensor,
     tail_lse: Tensor,
@@ -116,6 +153,7 @@ def decide(
     epsilon: float | Tensor | None = None,
     unknown: Tensor | None = None,
     logit_variance: Tensor | None = None,
+    output: OutputContext | None = None,
 ) -> Decision:
     """Shrink, certify and choose what to fetch: Algorithm 2 of [1]_, lines 2-10.
 
@@ -137,6 +175,8 @@ def decide(
     logit_variance : Tensor, shape (N, R), float32, optional
         Variance s of the sketch's logit error, taken as Gaussian. Unknown tokens then enter the denominator with
         E[w] = w^ exp(s / 2), and bias, variance, maximum and order with E[w^2]^(1/2) = w^ exp(s).
+    output : OutputContext, optional
+        Bound and plan the output's error instead of the denominator's.
 
     Returns
     -------
@@ -150,17 +190,51 @@ def decide(
     peak = torch.maximum(planning_logits.amax(-1), tail_lse)
     peak = torch.where(torch.isfinite(peak), peak, 0.0)
     weights = (planning_logits - peak[..., None]).exp()
-    denominator = weights.sum(-1) + (tail_lse - peak).exp()
+    tail_weight = (tail_lse - peak).exp()
+    denominator = weights.sum(-1) + tail_weight
+    exact_weights = weights
     if logit_variance is not None:
         unknown_sum = (weights @ unknown[..., None].to(weights.dtype))[..., 0]
         denominator = denominator + unknown_sum * (logit_variance / 2).expm1()
         weights = weights * torch.where(unknown[:, None], logit_variance.exp()[..., None], 1.0)
+    if output is not None:
+        return _decide_output(
+            weights, exact_weights, tail_weight, denominator, inclusion_probs, residual, config, output
+        )
 
     epsilon = config.epsilon if epsilon is None else epsilon
     r, residual = inclusion_probs[:, None, :], residual[:, None, :]  # not expanded: the query heads share what they can
     shrinkage = None if config.shrinkage == "binary" else optimal_shrinkage(weights, r, residual)
     plan = linear_plan(weights, r, residual, denominator, epsilon, config.delta, shrinkage)
     return Decision(plan.shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
+
+
+def _decide_output(
+    weights: Tensor,
+    exact_weights: Tensor,
+    tail_weight: Tensor,
+    denominator: Tensor,
+    inclusion_probs: Tensor,
+    residual: Tensor,
+    config: FetchConfig,
+    output: OutputContext,
+) -> Decision:
+    """The plan of ``docs/output_bound.md``: distances from the certain values and the norms, none from the draw."""
+    positions = output.certain_positions[:, None].expand(-1, weights.shape[1], -1)
+    known_sum = (
+        exact_weights.gather(-1, positions) @ output.certain_values + tail_weight[..., None] * output.tail_offset
+    )
+    distances = value_distances(
+        output.norms[:, None], weights, denominator, known=output.certain[:, None], known_sum=known_sum
+    )
+    scale = (output.centre[:, None] + known_sum / denominator[..., None]).norm(dim=-1)
+    r, residual = (t[:, None].expand_as(weights) for t in (inclusion_probs, residual))
+    rule = binary_shrinkage if config.shrinkage == "binary" else optimal_shrinkage
+    shrinkage = rule(weights * distances, r, residual)
+    plan = output_fetch_plan(
+        weights, r, shrinkage, residual, denominator, distances, config.epsilon, scale, config.delta, form="chernoff"
+    )
+    return Decision(shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
 
 
 def row_chunks(n_units: int, n_rows: int, n_tokens: int) -> list[slice]:

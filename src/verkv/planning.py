@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from verkv.estimators.sampling import decode_inclusion_probs
-from verkv.kvfetch import Decision, FetchConfig, decide
+from verkv.kvfetch import Decision, FetchConfig, OutputContext, decide
 from verkv.sketches import shortlist
 from verkv.sketches.error import SketchError
 from verkv.tiers import LEVEL_MASK, RESIDENT_BIT, pad_rows
@@ -28,6 +28,8 @@ class QueryRows:
         Tolerance of each row.
     hidden : Tensor, shape broadcastable to (N, R, T), bool, optional
         Tokens that a row does not see.
+    output : OutputContext, optional
+        Bound the output instead of the denominator.
     """
 
     rows: Tensor
@@ -35,6 +37,7 @@ class QueryRows:
     tail_lse: Tensor
     epsilon: float | Tensor
     hidden: Tensor | None = None
+    output: OutputContext | None = None
 
 
 @dataclass
@@ -202,6 +205,7 @@ class Planner:
                 epsilon=chunk.epsilon,
                 unknown=self.residual & ~known,
                 logit_variance=variance,
+                output=chunk.output,
             )
             union |= decision.promoted.any(1)
             if keep:
@@ -230,7 +234,7 @@ class Planner:
         """KV heads (N,) to compute exactly: no finite bound, or more to promote than ``max_read`` of the context."""
         n_tokens = (~self.absent).sum(-1)
         too_much = promoted.sum(-1) > self.fetch.max_read * n_tokens
-        unbounded = torch.stack([~torch.isfinite(d.error_bound).all(1) for d in decisions]).any(0)
+        unbounded = torch.stack([~torch.isfinite(d.planned_bound).all(1) for d in decisions]).any(0)
         everything = (promoted == self.residual).all(-1) & self.residual.any(-1)
         return too_much | unbounded | everything
 

@@ -36,6 +36,8 @@ class LayerRecord:
         The certificate of every decision before fetching.
     relative_error, output_error : Tensor, shape (B, Hq, Tq), optional
         Audit: |D^ - D| / D and ||o^ - o|| / ||o||, both against exact attention.
+    output_bound : Tensor, shape (B, Hq, Tq), optional
+        Audit with ``target="output"``: what the plan promised of ||o^ - o||, over ||o||.
     """
 
     layer_idx: int
@@ -54,6 +56,7 @@ class LayerRecord:
     error_bound: Tensor | None = None
     relative_error: Tensor | None = None
     output_error: Tensor | None = None
+    output_bound: Tensor | None = None
 
     @property
     def has_details(self) -> bool:
@@ -222,6 +225,10 @@ class FetchStats:
     def output_errors(self, phase: str = "all") -> Tensor:
         """Audit: ||o^ - o|| / ||o|| of every decision, flat."""
         return self._audited("output_error", phase)
+
+    def output_bounds(self, phase: str = "all") -> Tensor:
+        """Audit with ``target="output"``: the promised error of every decision's output over its norm, flat."""
+        return self._audited("output_bound", phase)
 
     def bounds(self) -> Tensor:
         """The bound of every decision before fetching, flat; needs ``record_bounds``."""

@@ -24,7 +24,8 @@ from verkv.presses.scores import unit_scores
 N_CONTEXT = 90
 EXACT = {"epsilon": 1e-9, "seed": 0, **SHORT}
 PRESSES = {
-    "rope_pair": lambda: VerKVPress(KnormPress(), 0.5, shortlist=4, **EXACT),
+    "default": lambda: VerKVPress(KnormPress(), 0.5, **EXACT),
+    "rope_pair": lambda: VerKVPress(KnormPress(), 0.5, sketch="rope_pair", shortlist=4, **EXACT),
     "exact": lambda: VerKVPress(KnormPress(), 0.5, sketch="exact", **EXACT),
     "optimal": lambda: VerKVPress(KnormPress(), 0.5, shrinkage="optimal", record_bounds=True, audit=True, **EXACT),
     "model": lambda: VerKVPress(KnormPress(), 0.5, budget_scope="model", **EXACT),

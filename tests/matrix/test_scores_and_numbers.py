@@ -37,8 +37,10 @@ def make_press(name, **options):
 
     if name == "kvzip":
         return KVzipPress(0.5)
-    press_class = {"poissoncomp": PoissonCompPress, "verkv": VerKVPress}[name]
-    return press_class(KnormPress(), **{"compression_ratio": 0.5, **SHORT, **options})
+    options = {"compression_ratio": 0.5, **SHORT, **options}
+    if name == "poissoncomp":
+        return PoissonCompPress(KnormPress(), **options)
+    return VerKVPress(KnormPress(), **{"sketch": "rope_pair", **options})
 
 
 def seeded(seed=0):
@@ -127,7 +129,7 @@ def test_any_finite_scores_meet_the_budget(model, context, name, kind, scope):
         0.5,
         LayerGeometry(N_HEADS, DIM, DIM, 4),
         RopePairSketch() if fetches else None,
-        token_codes=fetches,
+        bytes_per_token=int(fetches),
         floor=MIN_INCLUSION_PROB,
     ).item()
     sums = {"head": r.sum(-1), "layer": r.sum((1, 2)), "model": r.sum()}[scope]

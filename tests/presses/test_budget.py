@@ -103,7 +103,7 @@ def test_device_memory_is_within_the_budget_in_expectation(head_dim, n_tokens, d
 @pytest.mark.parametrize("scope", SCOPES)
 def test_expected_bytes_use_up_every_scopes_budget(scope, alpha, sketch):
     model, tensors, scores = synthetic(64, 2048, n_layers=3)
-    press = VerKVPress(KnormPress(), 0.875, budget_scope=scope, alpha=alpha, sketch=sketch)
+    press = VerKVPress(KnormPress(), 0.875, budget_scope=scope, alpha=alpha, sketch=sketch, outliers=0.0)
     cache = sealed(press, model, tensors, scores)
     full = 3 * 2 * N_KV_HEADS * 2048 * 64 * 2
     n_groups = {"head": 3 * N_KV_HEADS, "layer": 3, "model": 1}[scope]
@@ -170,7 +170,7 @@ def test_exact_sketch_leaves_the_sample_as_large_as_the_rope_pair_sketchs():
     model, tensors, scores = synthetic(64, 1024)
     caches = []
     for sketch in ("rope_pair", "exact", ExactSketch()):
-        press = VerKVPress(KnormPress(), 0.8, sketch=sketch)
+        press = VerKVPress(KnormPress(), 0.8, sketch=sketch, outliers=0.0)
         caches.append(sealed(press, model, tensors, scores))
     assert all(torch.equal(c.layers[0].context.codes, caches[0].layers[0].context.codes) for c in caches)
     assert "sketch_codes" not in press.memory_report().device
@@ -353,7 +353,20 @@ def test_sampling_options_out_of_range(press_class, options):
         {"delta": "a"},
         {"shortlist": 1.5},
         {"shrinkage": ["binary"]},
-        {"sketch": None},
+        {"sketch": 2},
+        {"alpha": 1.5},
+        {"outliers": 1.0},
+        {"outliers": -0.1},
+        {"outliers": "many"},
+        {"key_rounds": -1},
+        {"key_rounds": 1.5},
+        {"key_rounds": 1, "paper": True},
+        {"max_read": 0.0},
+        {"max_read": 1.1},
+        {"target": "logits"},
+        {"calibrate": "token"},
+        {"calibrate": "head", "paper": True},
+        {"target": "output", "paper": True},
         {"sketch": RopePairSketch},
         {"shortlist": -1},
         {"shrinkage": "none"},
@@ -366,12 +379,13 @@ def test_fetching_options_out_of_range(options):
 
 def _refused_now_and_later(press_class, options):
     """At construction, and when set on the object before the next prompt."""
-    (name, value) = next(iter(options.items()))
+    name = next(iter(options))
     with pytest.raises(ValueError, match=name):
         press_class(KnormPress(), 0.5, **options)
     model, tensors, scores = synthetic(64, 400)
     press = press_class(KnormPress(), 0.5)
-    setattr(press, name, value)
+    for option, value in options.items():
+        setattr(press, option, value)
     with pytest.raises(ValueError, match=name):
         sealed(press, model, tensors, scores)
 
@@ -386,10 +400,10 @@ def test_token_budget_by_hand():
     """One KV head, 1,000 tokens of 100 bytes, a tenth of them left: 10,000 bytes."""
     geometry = LayerGeometry(n_units=1, key_dim=25, value_dim=25, element_size=2)
     count = lambda n: torch.tensor([n])  # noqa: E731
-    budget = token_budget(count(1000), count(10), 0.9, geometry, None, token_codes=True, floor=0.0)
+    budget = token_budget(count(1000), count(10), 0.9, geometry, None, bytes_per_token=1, floor=0.0)
     # 1,000 bytes of r and two offsets of 8 are taken off; a row costs 101
     assert budget.item() == pytest.approx((10_000 - 1_000 - 16) / 101)
-    assert token_budget(count(10), count(10), 0.9, geometry, None, token_codes=True, floor=0.0).item() == 10
+    assert token_budget(count(10), count(10), 0.9, geometry, None, bytes_per_token=1, floor=0.0).item() == 10
 
 
 def test_sketch_charges_what_it_takes():

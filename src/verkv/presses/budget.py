@@ -41,14 +41,14 @@ def token_budget(
     compression_ratio: float,
     geometry: LayerGeometry,
     sketch: Sketch | None,
-    token_codes: bool,
+    bytes_per_token: int,
     floor: float,
 ) -> Tensor:
     """Expected number of tokens per KV head that the budget pays for.
 
-    The budget is (1 - compression_ratio) of the full cache in its own dtype. Charged are, per KV head: the sketch, one
-    byte of r per token where the plan needs it, the row offsets, and per kept token its key, its value and its own
-    byte.
+    The budget is (1 - compression_ratio) of the full cache in its own dtype. Charged are, per KV head: the sketch, what
+    the plan needs of every token (a byte of r, and one of its value's norm where outputs are bounded), the row offsets,
+    and per kept token its key, its value and its own byte.
 
     Parameters
     ----------
@@ -57,8 +57,8 @@ def token_budget(
     compression_ratio : float in [0, 1)
     geometry : LayerGeometry
     sketch : Sketch or None
-    token_codes : bool
-        Whether r of every token is kept on the device.
+    bytes_per_token : int
+        Kept on the device of every token for the plan: its r, its value's norm.
     floor : float
         Smallest r of a token that is not protected.
 
@@ -79,7 +79,7 @@ def token_budget(
         dtype=torch.float64,
         device="cpu",
     )
-    code_bytes = tokens if token_codes else torch.zeros_like(tokens)
+    code_bytes = bytes_per_token * tokens
     offset_bytes = OFFSET_BYTES * (geometry.n_units + 1) / geometry.n_units
     row_bytes = geometry.token_bytes + 1
     full_bytes = tokens * geometry.token_bytes
@@ -96,7 +96,7 @@ def token_budget(
         parts = {
             f"{int(n_protected[i])} protected tokens (n_sink, n_local, template prefix)": n_protected[i] * row_bytes,
             "sketch": sketch_bytes[i],
-            "inclusion probabilities": code_bytes[i],
+            "inclusion probabilities and norms": code_bytes[i],
             "row offsets": offset_bytes,
             "smallest sample": (least_rows[i] - n_protected[i]) * row_bytes,
         }

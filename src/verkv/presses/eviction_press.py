@@ -53,7 +53,7 @@ class EvictionPress(SealingPress):
         self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model, cache, queries: Queries
     ) -> tuple[dict[int, SealPlan], list[str]]:
         budget = token_budget(
-            prompt.lengths, prompt.n_protected, self.compression_ratio, geometry, None, token_codes=False, floor=0.0
+            prompt.lengths, prompt.n_protected, self.compression_ratio, geometry, None, bytes_per_token=0, floor=0.0
         )
         layers = sorted(scores)
         stacked = torch.stack([scores[i].to(scores[layers[0]].device) for i in layers], dim=1)  # (C, L, H, T)

@@ -110,13 +110,19 @@ class PoissonCompPress(SealingPress):
     def _sketch(self, model) -> Sketch | None:
         return None
 
-    def _n_outliers(self, prompt: Prompt, sketch: Sketch | None) -> Tensor:
-        """Tokens per KV head that are kept because their sketch is poor, (C,)."""
-        return torch.zeros_like(prompt.lengths)
+    def _bytes_per_token(self) -> int:
+        """What the plan keeps of every token."""
+        return 0
 
-    def _fit(self, sketch: Sketch, keys: Tensor, prompt: Prompt, queries: Tensor | None) -> FittedSketch | None:
+    def _n_outliers(self, prompt: Prompt, sketch: Sketch, budget: Tensor) -> Tensor:
+        """Tokens per KV head that are kept because their sketch is poor, (C,), of a budget (C,) of tokens; CPU."""
+        raise NotImplementedError
+
+    def _fit(
+        self, sketch: Sketch, keys: Tensor, prompt: Prompt, queries: Tensor | None, n_outliers: Tensor
+    ) -> FittedSketch | None:
         """Build the sketch before sealing, where that is needed to decide what is kept."""
-        return None
+        raise NotImplementedError
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -128,16 +134,19 @@ class PoissonCompPress(SealingPress):
         self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model, cache, queries: Queries
     ) -> tuple[dict[int, SealPlan], list[str]]:
         fetch, sketch = self._fetch_config(), self._sketch(model)
-        n_outliers = self._n_outliers(prompt, sketch)
-        budget = token_budget(
+        pays_for = lambda n_kept: token_budget(  # noqa: E731
             prompt.lengths,
-            prompt.n_protected + n_outliers.to(prompt.n_protected.device),
+            n_kept,
             self.compression_ratio,
             geometry,
             sketch,
-            token_codes=fetch is not None,
+            bytes_per_token=self._bytes_per_token(),
             floor=MIN_INCLUSION_PROB,
         )
+        budget, n_outliers = pays_for(prompt.n_protected), None
+        if sketch is not None:
+            n_outliers = self._n_outliers(prompt, sketch, budget)
+            budget = pays_for(prompt.n_protected.cpu() + n_outliers)
         generator = torch.Generator()  # on the CPU: the same sample on every device
         generator.seed() if self.seed is None else generator.manual_seed(self.seed)
         plans, expected, variance = {}, 0.0, 0.0
@@ -147,7 +156,8 @@ class PoissonCompPress(SealingPress):
             fitted = {}
             if sketch is not None:
                 fitted = {
-                    i: self._fit(sketch, cache.layers[i].keys[:: prompt.beams], prompt, queries.get(i)) for i in layers
+                    i: self._fit(sketch, cache.layers[i].keys[:: prompt.beams], prompt, queries.get(i), n_outliers)
+                    for i in layers
                 }
             outliers = [fitted[i].outliers.to(device) for i in layers if fitted.get(i) is not None]
             outliers = torch.stack(outliers, dim=1) if outliers else torch.zeros_like(stacked, dtype=torch.bool)

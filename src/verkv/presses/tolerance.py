@@ -16,8 +16,8 @@ N_CALIBRATION = 32  # positions; every second one of the prompt's last, the othe
 
 # Nominal tolerances that are tried, times epsilon. An output's error is larger than its denominator's.
 STEPS = {
-    "denominator": (0.25, 0.5, 1.0, 1.5, 2.2, 3.3, 5.0, 8.0),
-    "output": (0.05, 0.1, 0.2, 0.35, 0.55, 0.8, 1.2, 1.8, 3.0),
+    "denominator": (0.25, 0.5, 1.0, 1.5, 2.2, 3.3, 5.0),
+    "output": (0.05, 0.1, 0.2, 0.35, 0.55, 0.8, 1.2, 1.8),
 }
 EXACT = 1e-9  # the tolerance of heads for which every nominal one misses too often: everything is read
 

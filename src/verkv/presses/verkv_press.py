@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from verkv import sketches
@@ -25,10 +26,15 @@ SKETCHES = {
     "product_quantization": lambda config: sketches.ProductQuantizationSketch(),
     "exact": lambda config: ExactSketch(charged_as=RopePairSketch(rotary_dim=rotary_dim(config))),
 }
+OUTLIERS_OF_BUDGET = 0.1  # at most, of the tokens that the budget pays for beyond the protected ones
 N_QUERIES = 128  # positions at the end of the prompt whose queries are kept until it is sealed
 
-MEASURED_BEST = {"alpha": 0.3, "sketch": "transform", "outliers": 0.004, "error_aware": True, "key_rounds": 1}
-PAPER = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False, "key_rounds": 0}
+MEASURED_BEST = {"alpha": 0.5, "sketch": "transform", "outliers": 0.001, "error_aware": "auto"}
+PAPER = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False}
+
+# Below this variance of a KV head's sketched logits, planning with its moments changes no violation rate measured
+# (``docs/results/adherence.md``) and reads more.
+LARGE_VARIANCE = 0.5
 
 
 @dataclass
@@ -53,7 +59,7 @@ class VerKVPress(PoissonCompPress):
         As in :class:`~verkv.presses.poissoncomp_press.PoissonCompPress`. The sketch and the byte per token are paid
         from the budget.
     alpha : float in [0, 1], optional
-        Defensive mixture of the scores with their mean. Default 0.3; 0 with ``paper=True``.
+        Defensive mixture of the scores with their mean. Default 0.5; 0 with ``paper=True``.
     sketch : {"transform", "rope_pair", "query_pca", "page_minmax", "product_quantization", "exact"} or Sketch, optional
         "transform" is the default; "rope_pair" the paper's deployable 2-bit sketch, of the same size; "exact" its
         perfect sketch, an oracle that reads host keys.
@@ -63,13 +69,14 @@ class VerKVPress(PoissonCompPress):
         Probability with which the tolerance may be missed.
     outliers : float in [0, 1), optional
         Share of the tokens, per KV head, that are kept because the sketch codes their keys worst; paid from the
-        budget. Default 0.004; 0 with ``paper=True`` and for sketches without decoded keys.
-    error_aware : bool, optional
+        budget. Default 0.001, but at most a tenth of the sample; 0 with ``paper=True``, and for sketches without
+        decoded keys.
+    error_aware : {"auto", True, False}, optional
         Plan with the first two moments of a weight given its sketch, from the measured covariance of the sketch's
-        error. Default True; False with ``paper=True``.
-    key_rounds : int >= 0, optional
-        How often the keys of promoted tokens are read and the plan is made again, before any value is read. Default 1;
-        0 with ``paper=True``.
+        error: for all KV heads, for none, or for those whose sketched logits have a variance above 0.5 on the prompt's
+        queries. Default "auto"; False with ``paper=True``.
+    key_rounds : int >= 0
+        How often the keys of promoted tokens are read and the plan is made again, before any value is read.
     shortlist : int >= 0
         Keys per KV head and forward pass that are read and scored exactly before planning (not with the exact sketch).
     shrinkage : {"binary", "optimal"}
@@ -105,8 +112,8 @@ class VerKVPress(PoissonCompPress):
     epsilon: float = 0.05
     delta: float = 0.1
     outliers: float | None = None
-    error_aware: bool | None = None
-    key_rounds: int | None = None
+    error_aware: bool | str | None = None
+    key_rounds: int = 0
     shortlist: int = 128
     shrinkage: str = "binary"
     max_read: float = 1.0
@@ -121,6 +128,8 @@ class VerKVPress(PoissonCompPress):
         share = self._option("outliers")
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share < 1.0:
             raise ValueError(f"outliers must be a number in [0, 1), got {share!r}: it is a share of the tokens")
+        if self._option("error_aware") not in (True, False, "auto"):
+            raise ValueError(f"error_aware must be True, False or 'auto', got {self.error_aware!r}")
         if self.target not in TARGETS:
             raise ValueError(f"target must be one of {list(TARGETS)}, got {self.target!r}")
         if self.calibrate is not None and self.calibrate not in SCOPES:
@@ -149,9 +158,17 @@ class VerKVPress(PoissonCompPress):
             self.shortlist,
             self.shrinkage,
             self.paper,
-            key_rounds=self._option("key_rounds"),
+            key_rounds=self.key_rounds,
             max_read=self.max_read,
+            target="output" if self._bounds_output() else "denominator",
         )
+
+    def _bounds_output(self) -> bool:
+        """Whether the output's own bound is planned with; calibrated tolerances are the denominator's."""
+        return self.target == "output" and self.calibrate is None
+
+    def _bytes_per_token(self) -> int:
+        return 2 if self._bounds_output() else 1
 
     def _sketch(self, model) -> Sketch:
         sketch = self._option("sketch")
@@ -169,19 +186,24 @@ class VerKVPress(PoissonCompPress):
         unused = self._option("sketch") in ("rope_pair", "exact") and self.calibrate is None
         return 0 if unused else N_QUERIES
 
-    def _n_outliers(self, prompt: Prompt, sketch: Sketch) -> Tensor:
-        free = (prompt.lengths - prompt.n_protected.to(prompt.lengths.device)).clamp_min(0)
-        share = 0.0 if sketch.is_oracle or not sketch.is_linear else self._option("outliers")
-        return (share * free.float()).round().long()
+    def _n_outliers(self, prompt: Prompt, sketch: Sketch, budget: Tensor) -> Tensor:
+        n_protected = prompt.n_protected.cpu()
+        if sketch.is_oracle or not sketch.is_linear:
+            return torch.zeros_like(n_protected)
+        n_outliers = self._option("outliers") * (prompt.lengths.cpu() - n_protected).float()
+        if self.outliers is None:  # a default must not take the sample's place in a small budget
+            n_outliers = torch.minimum(n_outliers, OUTLIERS_OF_BUDGET * (budget - n_protected).float())
+        return n_outliers.round().long()
 
-    def _fit(self, sketch: Sketch, keys: Tensor, prompt: Prompt, queries: Tensor | None) -> FittedSketch | None:
+    def _fit(
+        self, sketch: Sketch, keys: Tensor, prompt: Prompt, queries: Tensor | None, n_outliers: Tensor
+    ) -> FittedSketch | None:
         if sketch.is_oracle:
             return None
         if queries is not None and self.calibrate is not None:
             queries = split_queries(queries)[0]
-        n_outliers = self._n_outliers(prompt, sketch)
-        error_aware = self._option("error_aware")
-        return fit_sketch(sketch, keys, prompt.n_padding, queries, prompt.protected, n_outliers, error_aware)
+        least_variance = {"auto": LARGE_VARIANCE, True: 0.0, False: None}[self._option("error_aware")]
+        return fit_sketch(sketch, keys, prompt.n_padding, queries, prompt.protected, n_outliers, least_variance)
 
     def _after_sealing(self, cache, prompt: Prompt, queries: Queries, layers: list[int]) -> list[str]:
         if self.calibrate is None:

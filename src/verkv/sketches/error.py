@@ -48,6 +48,10 @@ class SketchError:
         variance = ((rows @ self.covariance) * rows).sum(-1).clamp_min(0.0)
         return scaling * mean, scaling**2 * variance
 
+    def where(self, is_large: Tensor) -> "SketchError":
+        """The covariance of some KV heads only, (B, Hkv) bool; that of the others is 0."""
+        return SketchError(self.mean, torch.where(is_large[..., None, None], self.covariance, 0.0))
+
     def flat(self) -> "SketchError":
         """Every KV head as a context of its own, (B * Hkv, 1, ...): a view."""
         return SketchError(self.mean.flatten(0, 1)[:, None], self.covariance.flatten(0, 1)[:, None])

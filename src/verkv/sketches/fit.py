@@ -48,7 +48,7 @@ def fit_sketch(
     queries: Tensor | None,
     protected: Tensor,
     n_outliers: Tensor,
-    measure_error: bool,
+    least_variance: float | None,
 ) -> FittedSketch:
     """Build a sketch, find the tokens it codes worst, and measure its error on the others.
 
@@ -59,12 +59,14 @@ def fit_sketch(
     keys : Tensor, shape (C, Hkv, T, d)
     n_padding : Tensor, shape (C,), int64
     queries : Tensor, shape (C, Hq, M, d), optional
-        As attention sees them.
+        Times the model's scaling, as attention sees them.
     protected : Tensor, shape (C, T), bool
         Tokens that are always kept.
     n_outliers : Tensor, shape (C,), int64
         How many tokens to name as outliers, for each KV head.
-    measure_error : bool
+    least_variance : float or None
+        Measure the error, and let its covariance enter the plan of those KV heads whose logit variance over the queries
+        is above it; without queries, of all. None: do not measure.
 
     Returns
     -------
@@ -73,12 +75,17 @@ def fit_sketch(
     """
     sketch = build_sketch(recipe, keys, n_padding, queries)
     outliers = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
-    if not sketch.is_linear or not (measure_error or bool(n_outliers.any())):
+    if not sketch.is_linear or (least_variance is None and not bool(n_outliers.any())):
         return FittedSketch(sketch, None, outliers)
     decoded = sketch.decode()
     is_token = torch.arange(keys.shape[2], device=keys.device) >= n_padding.to(keys.device)[:, None]
     free = is_token & ~protected.to(keys.device)
     if bool(n_outliers.any()):
         outliers = worst_sketched(keys, decoded, queries, free, n_outliers)
-    error = SketchError.measure(keys, decoded, free[:, None] & ~outliers) if measure_error else None
+    if least_variance is None:
+        return FittedSketch(sketch, None, outliers)
+    error = SketchError.measure(keys, decoded, free[:, None] & ~outliers)
+    if queries is not None:
+        rows = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # (C, Hkv, G * M, d)
+        error = error.where(error.logit_moments(rows, scaling=1.0)[1].mean(-1) > least_variance)
     return FittedSketch(sketch, error, outliers)

@@ -149,9 +149,9 @@ class PageMinMaxSketch:
         return (high - low) / (2**self.precision - 1)
 
     def _outward(self, extreme: Tensor, end: Tensor, step: Tensor) -> Tensor:
-        """The largest codes whose level end + code * step, as :meth:`bounds` rounds it, is not above the extreme."""
+        """The largest codes, or one less, whose level end + code * step, as :meth:`bounds` rounds it, is not above."""
         most = 2**self.precision - 1
         codes = ((extreme - end) / torch.where(step > 0, step, 1.0)).floor().clamp(0, most)
-        for excess in range(self.precision + 1):  # levels may be closer than float32 numbers; code 0 is exact
-            codes = torch.where(end + codes * step > extreme, codes - 2**excess, codes).clamp_min(0)
+        # Rounding can put a level just above the extreme. A step is far more than that: one code less is enough.
+        codes = torch.where(end + codes * step > extreme, codes - 1, codes).clamp_min(0)
         return codes.to(torch.uint8) if self.precision == 8 else (codes - 2**15).to(torch.int16)

@@ -24,7 +24,7 @@ class TransformSketch:
     by decoding its key, rotating it to its position and multiplying with the query.
 
     Charged are the codes, ``bits_per_token`` for each KV head; not charged, because independent of the context's
-    length, are the decoding matrix (components x channels) and the position of the first token.
+    length, are the decoding matrix (components x channels) and RoPE's frequencies.
 
     Parameters
     ----------
@@ -81,7 +81,8 @@ class TransformSketch:
             self._encode(keys[row], None if queries is None else queries[row], span, n_bits)
             for row, span in enumerate(spans)
         ]
-        built = dataclasses.replace(self)
+        rotary = None if self.rotary is None else self.rotary.to(keys.device)
+        built = dataclasses.replace(self, rotary=rotary)
         built._n_tokens, built._spans = keys.shape[2], spans
         built._counts = [row.counts for row in rows]
         built._planes = torch.stack([row.planes for row in rows])
@@ -112,7 +113,7 @@ class TransformSketch:
 
     @property
     def uncharged_nbytes(self) -> int:
-        """The decoding matrix of each row, whatever the length."""
+        """The decoding matrix of each row and RoPE's frequencies, whatever the length."""
         return sum(tensor.nbytes for tensor in self.uncharged_tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -121,7 +122,8 @@ class TransformSketch:
 
     def uncharged_tensors(self) -> dict[str, Tensor]:
         """By part of the memory report."""
-        return {"sketch_decoding": self._decoding}
+        shared = {} if self.rotary is None else {"sketch_inv_freq": self.rotary.inv_freq}
+        return {"sketch_decoding": self._decoding} | shared
 
     def select(self, indices: Tensor) -> "TransformSketch":
         """Reindex the batch."""
@@ -167,7 +169,7 @@ class TransformSketch:
         cosine for each token and pair, which would have to be kept, and charged, or computed at every step.
         """
         span, device = self._spans[row], self._planes.device
-        frequency = self.rotary.inv_freq.to(device).double()
+        frequency = self.rotary.inv_freq.double()
         n_coarse = -(-(stop - start) // FINE)
         coarse = start - span.padding + span.first + FINE * torch.arange(n_coarse, device=device)
         fine = torch.arange(FINE, device=device)

@@ -1,0 +1,473 @@
+"""A decode step of KVFetch on a data-centre GPU: is it right, how long does each kernel take, what does dense cost.
+
+One prepared run of under eight minutes, which needs torch and verkv only. Keys are synthetic, so the share of rows that
+is fetched is that of the keys made here; times per row and per kernel are what carries over. Attention only: weights,
+projections and sampling are left out everywhere.
+
+    python experiments/h200.py --output h200.json --table h200.md
+    python experiments/h200.py --dry-run            # on a CPU: tiny sizes through the torch reference
+"""
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from verkv.cuda import layout
+from verkv.estimators.fetching import FetchPlan, fetch_plan
+from verkv.estimators.sampling import (
+    MIN_INCLUSION_PROB,
+    decode_inclusion_probs,
+    inclusion_probabilities,
+    poisson_sample,
+    quantize_inclusion_probs,
+)
+from verkv.estimators.shrinkage import binary_shrinkage
+from verkv.sketches import RopePairSketch
+from verkv.tiers import LEVEL_MASK, RESIDENT_BIT, ResidentRows
+
+DELTA = 0.1
+COMPRESSION = 16
+N_PROTECTED = 64  # sinks, and as many of the local window
+SHORTLIST = 128
+CHECKED = ((5000, 0.05), (4096, 0.3), (20000, 0.01))  # tokens and epsilon
+N_OWN_LAYERS = 8  # layers with device memory of their own, so that no cache keeps one for the next
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model decides the time of attention over its context."""
+
+    name: str
+    n_layers: int  # with full attention
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+
+MODELS = [
+    Model("Qwen3-4B", 36, 32, 8, 128),
+    Model("Qwen3.5-9B", 8, 16, 4, 256),
+    Model("Ministral-3-8B", 34, 32, 8, 128),
+]
+TINY = [Model("tiny", 4, 4, 2, 64)]
+
+
+# --- a layer --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Layer:
+    """Tensors of one sealed layer, N units of T tokens."""
+
+    keys: Tensor  # (N, T, d) on the host, pinned if there is a GPU
+    values: Tensor
+    codes: Tensor  # (N, T)
+    rows: ResidentRows
+    row_positions: Tensor
+    sketch: RopePairSketch
+    query: Tensor  # (N, G, d), float32
+    tail_lse: Tensor
+    scaling: float
+
+    def kernel_arrays(self) -> dict[str, Tensor]:
+        """By the names of the kernels' parameters."""
+        flat = lambda tensor: tensor.flatten(0, 1)  # noqa: E731
+        return {
+            "query": self.query,
+            "codes": self.codes,
+            "channels": flat(self.sketch._channels),
+            "sketch": flat(self.sketch._codes),
+            "zero": flat(self.sketch._zero),
+            "scale": flat(self.sketch._scale),
+            "row_keys": self.rows.keys,
+            "row_values": self.rows.values,
+            "row_codes": self.rows.codes,
+            "row_positions": self.row_positions,
+            "row_offsets": self.rows.offsets,
+            "host_keys": self.keys,
+            "host_values": self.values,
+            "tail_lse": self.tail_lse,
+        }
+
+
+def make_layer(model: Model, n_tokens: int, batch: int, dtype: torch.dtype, device: torch.device, seed: int) -> Layer:
+    """Keys with strong channels and a few needles per query head, sampled to 1/16 of the cache's bytes."""
+    generator = torch.Generator(device).manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
+    d, group = model.head_dim, model.n_heads // model.n_kv_heads
+    n_units = batch * model.n_kv_heads
+    query = 0.5 * normal(n_units, group, d)
+    keys = torch.empty(n_units, n_tokens, d, dtype=dtype, device=device)
+    best = torch.empty(n_units, n_tokens, device=device)
+    for unit in range(n_units):  # one at a time: float32 keys of all would not fit beside everything else
+        own = normal(n_tokens, d) * (0.5 * normal(d)).exp()
+        for row in query[unit]:
+            needles = torch.randint(0, n_tokens, (12,), generator=generator, device=device)
+            own[needles] += 2 * row * (0.3 + 0.9 * torch.rand(12, 1, generator=generator, device=device))
+        keys[unit] = own.to(dtype)
+        best[unit] = (query[unit] @ keys[unit].float().mT * d**-0.5).amax(0)
+    values = normal(n_units, 1, d).to(dtype).expand(-1, n_tokens, -1) + keys.roll(1, 0)
+
+    sketch = RopePairSketch().build(keys[None])
+    n_protected = min(N_PROTECTED, n_tokens // 8)
+    certain = torch.zeros(n_units, n_tokens, dtype=torch.bool, device=device)
+    certain[:, :n_protected] = certain[:, -n_protected:] = True
+    row_bytes = 2 * d * keys.element_size()
+    charged = sketch.charged_bytes(n_tokens, d) + n_tokens
+    budget = (n_tokens * row_bytes / COMPRESSION - charged) / (row_bytes + 5)  # code and position of a row
+    budget = max(budget, 2.5 * n_protected)
+    scores = (0.5 * best + normal(n_units, n_tokens)).exp()
+    r = inclusion_probabilities(scores, budget, certain=certain, floor=MIN_INCLUSION_PROB)
+    levels, r = quantize_inclusion_probs(r)
+    codes = levels | poisson_sample(r, generator).to(torch.uint8) * RESIDENT_BIT
+    rows = ResidentRows.gather(keys[None], values[None], codes[None])
+    positions = ((codes & RESIDENT_BIT) != 0).nonzero()[:, 1].int()
+    return Layer(
+        *(to_host(tensor) for tensor in (keys, values)),
+        codes,
+        rows,
+        positions,
+        sketch,
+        query,
+        torch.full((n_units, group), -torch.inf, device=device),
+        d**-0.5,
+    )
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, pinned if there is a GPU."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)
+
+
+# --- what is timed --------------------------------------------------------------------------------------------------
+
+
+class KernelStep:
+    """The kernels of one layer's step, launched one by one on buffers that all layers share."""
+
+    stages = {  # noqa: RUF012
+        "score": ("vk_score",),
+        "shortlist": ("vk_shortlist",),
+        "plan": ("vk_plan",),
+        "emit": ("vk_emit",),
+        "settle": ("vk_settle",),
+        "attend": ("vk_attend",),
+    }
+
+    def __init__(self, layer: Layer, shared: dict[str, Tensor] | None = None):
+        from verkv.cuda import operators
+
+        n_units, group, head_dim = layer.query.shape
+        n_tokens, device = layer.codes.shape[1], layer.query.device
+        splits = layout.splits_of(n_units, 1, operators.n_multiprocessors(device))
+        self.sizes = layout.Sizes(n_units, n_tokens, group, group, head_dim, SHORTLIST, splits)
+        self.layer, self.dtype, self.run_kernels = layer, layer.rows.keys.dtype, operators.run_kernels
+        if shared is None:
+            buffers = {}
+            for make in (layout.score_buffers, layout.plan_buffers, layout.attend_buffers):
+                buffers |= make(self.sizes)
+            shared = operators.empty_buffers(buffers, device, tuple(buffers))
+            for name, (shape, dtype) in layout.zeroed_buffers(self.sizes).items():
+                shared[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        self.shared = shared
+        self.arrays = layer.kernel_arrays() | shared
+
+    def copy(self) -> "KernelStep":
+        """The same step on copies of all that it reads from the device."""
+        step = object.__new__(KernelStep)
+        step.__dict__.update(self.__dict__)
+        step.arrays = {
+            name: tensor if name in self.shared or name.startswith("host") else tensor.clone()
+            for name, tensor in self.arrays.items()
+        }
+        return step
+
+    def __call__(self, stages: tuple[str, ...], epsilon: float) -> None:
+        """Launch some stages."""
+        names = tuple(name for stage in stages for name in self.stages[stage])
+        scalars = {"scaling": self.layer.scaling, "log_term": math.log(2 / DELTA), "max_read": 1.0, "compact": 1}
+        self.run_kernels(names, self.sizes, self.arrays, scalars | {"epsilon": epsilon}, self.dtype)
+
+
+class TorchStep:
+    """The same step in plain torch: what a machine without the kernels computes, and the dry run times."""
+
+    stages = {"decide": (), "attend": ()}  # noqa: RUF012
+
+    def __init__(self, layer: Layer, shared: dict | None = None):
+        self.layer, self.shared, self.arrays = layer, shared or {}, {}
+
+    def copy(self) -> "TorchStep":
+        """Itself: a CPU's caches are no concern of a dry run."""
+        return self
+
+    def __call__(self, stages: tuple[str, ...], epsilon: float) -> None:
+        """Run some stages."""
+        layer = self.layer
+        if "decide" in stages:
+            logits = layer.sketch.logits(layer.query[None])[0] * layer.scaling
+            plan, shrinkage = solve(layer, logits, epsilon, torch.float32)
+            self.arrays |= {"union": plan.promoted.any(1), "shrunk": shrinkage < 1}
+        if "attend" in stages:
+            self.arrays["output"] = exact_attention(layer, self.arrays["union"], self.arrays["shrunk"], torch.float32)
+            missing = self.arrays["union"] & ((layer.codes & RESIDENT_BIT) == 0)
+            self.arrays["n_fetched"] = missing.sum(-1)
+
+
+def solve(layer: Layer, logits: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[FetchPlan, Tensor]:
+    """The sort-based plan on given logits, and its shrinkage."""
+    levels = layer.codes & LEVEL_MASK
+    logits = logits.to(dtype)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    r = decode_inclusion_probs(levels, dtype)[:, None]
+    residual = (levels > 0)[:, None].expand_as(weights)
+    shrinkage = binary_shrinkage(weights, r, residual)
+    return fetch_plan(weights, r, shrinkage, residual, weights.sum(-1), epsilon, DELTA), shrinkage
+
+
+def exact_attention(layer: Layer, union: Tensor, shrunk: Tensor, dtype: torch.dtype) -> Tensor:
+    """Attention over resident and promoted tokens with their log-weights, (N, G, d)."""
+    device = layer.query.device
+    resident = (layer.codes & RESIDENT_BIT) != 0
+    log_weight = (layer.codes & LEVEL_MASK).to(dtype)[:, None] * (math.log(2) / 8)
+    log_weight = torch.where(shrunk | union[:, None], 0.0, log_weight)
+    log_weight = torch.where((resident | union)[:, None], log_weight, -torch.inf)
+    keys, values = layer.keys.to(device, dtype), layer.values.to(device, dtype)
+    return (layer.query.to(dtype) @ keys.mT * layer.scaling + log_weight).softmax(-1) @ values
+
+
+def timed(work: Callable[[], None], device: torch.device, repeats: int) -> float:
+    """Median time of some work, in microseconds; on a GPU as a CUDA graph."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return 1e6 * sorted(times)[repeats // 2]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return replayed(graph.replay, repeats)
+
+
+def replayed(work: Callable[[], None], repeats: int) -> float:
+    """Median time between two events around some work, in microseconds."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+    times = []
+    for _ in range(repeats + 1):
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 1e3 * sorted(times[1:])[repeats // 2]
+
+
+# --- measurements ---------------------------------------------------------------------------------------------------
+
+
+def ceilings(device: torch.device, repeats: int) -> dict[str, float]:
+    """Bandwidths that no step can beat: device copy, and pinned host memory to the device."""
+    if device.type != "cuda":
+        return {}
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target, host = torch.empty_like(source), torch.empty(2**29, dtype=torch.uint8, pin_memory=True)
+    copy = replayed(lambda: target.copy_(source), repeats)
+    read = replayed(lambda: target[: len(host)].copy_(host, non_blocking=True), repeats)
+    return {"device_copy_GBps": 2 * len(source) / copy / 1e3, "pinned_read_GBps": len(host) / read / 1e3}
+
+
+def check_kernels(model: Model, dtype: torch.dtype, device: torch.device, cases=CHECKED) -> list[dict]:
+    """Kernels against float64, on the logits that they planned with."""
+    from verkv.cuda.launch import unpack_bits
+
+    results = []
+    for n_tokens, epsilon in cases:
+        layer = make_layer(model, n_tokens, 1, dtype, device, seed=n_tokens)
+        step = KernelStep(layer)
+        epsilon = layout.safe_epsilon(epsilon)
+        step(("score", "shortlist"), epsilon)
+        logits = step.arrays["logits"].clone()
+        step(("plan", "emit", "settle", "attend"), epsilon)
+        plan, shrinkage = solve(layer, logits, epsilon, torch.float64)
+        union, shrunk = (unpack_bits(step.arrays[name], n_tokens) for name in ("mask", "shrunk"))
+        output = exact_attention(layer, union, shrunk, torch.float64)
+        error = (step.arrays["output"] - output).norm(dim=-1) / output.norm(dim=-1)
+        results.append(
+            {
+                "model": model.name,
+                "dtype": str(dtype),
+                "n_tokens": n_tokens,
+                "epsilon": epsilon,
+                "rows": plan.n_promoted.numel(),
+                "k_differs": int((step.arrays["n_promoted"] != plan.n_promoted).sum()),
+                "k_largest_difference": int((step.arrays["n_promoted"] - plan.n_promoted).abs().max()),
+                "union_differs": int((union != plan.promoted.any(1)).sum()),
+                "shrinkage_differs": int((shrunk != (shrinkage < 1)).sum()),
+                "output_error": float(error.max()),
+            }
+        )
+    return results
+
+
+def time_step(model: Model, n_tokens: int, batch: int, epsilons, device: torch.device, repeats: int) -> list[dict]:
+    """Each stage's time by epsilon, as differences of graphs that end one stage later."""
+    kind = KernelStep if device.type == "cuda" else TorchStep
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    first = kind(make_layer(model, n_tokens, batch, dtype, device, seed=1))
+    steps = [first, *(first.copy() for _ in range(min(N_OWN_LAYERS, model.n_layers) - 1))]
+    stages, results = tuple(kind.stages), []
+    for epsilon in epsilons:
+        until, record = 0.0, {"model": model.name, "n_tokens": n_tokens, "batch": batch, "epsilon": epsilon}
+        for last in range(1, len(stages) + 1):
+
+            def work(names=stages[:last], epsilon=epsilon):
+                for step in steps:
+                    step(names, epsilon)
+
+            total = timed(work, device, repeats) / len(steps)
+            record[f"{stages[last - 1]}_us"] = total - until
+            until = total
+        fetched = first.arrays["n_fetched"].float().mean().item()
+        n_bytes = fetched * first.layer.query.shape[0] * 2 * model.head_dim * 2
+        record |= {
+            "layer_us": until,
+            "step_ms": until * model.n_layers / 1e3,
+            "resident_rows": len(first.layer.rows.codes) / first.layer.query.shape[0],
+            "fetched_rows": fetched,
+            "fetched_MB_per_step": n_bytes * model.n_layers / 1e6,
+        }
+        if n_bytes > 1e6 and device.type == "cuda":  # resident rows are read meanwhile: a lower bound
+            record["fetch_GBps"] = n_bytes / record["attend_us"] / 1e3
+        results.append(record)
+    return results
+
+
+def time_dense(model: Model, n_tokens: int, batch: int, device: torch.device, repeats: int) -> dict[str, float]:
+    """Attention over the whole cache: on the device, and moved there layer by layer, one ahead of the computation."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = (batch, model.n_kv_heads, n_tokens, model.head_dim)
+    query = torch.randn(batch, model.n_heads, 1, model.head_dim, dtype=dtype, device=device)
+    caches = [[torch.empty(shape, dtype=dtype, device=device).normal_() for _ in "kv"] for _ in range(2)]
+
+    def attend(cache):
+        scaled_dot_product_attention(query, *cache, enable_gqa=True)
+
+    resident = timed(lambda: [attend(cache) for cache in caches * 4], device, repeats) / 8
+    result = {"dense_ms": resident * model.n_layers / 1e3}
+    host = [torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda") for _ in "kv"]
+    if device.type != "cuda":
+        return result | {"dense_offloaded_ms": result["dense_ms"]}
+    copies, copied, used = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+
+    def offloaded(n_layers=4):
+        main = torch.cuda.current_stream()
+        used.record(main)
+        for layer in range(n_layers):
+            target = caches[layer % 2]
+            with torch.cuda.stream(copies):
+                copies.wait_event(used)
+                for here, there in zip(target, host, strict=True):
+                    here.copy_(there, non_blocking=True)
+                copied.record(copies)
+            main.wait_event(copied)
+            attend(target)
+            used.record(main)
+
+    per_layer = replayed(offloaded, max(3, repeats // 4)) / 4
+    return result | {"dense_offloaded_ms": per_layer * model.n_layers / 1e3}
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+def table(results: list[dict]) -> str:
+    """Markdown: one line a setting."""
+    columns = ["model", "tokens", "batch", "ε", "score + shortlist + decide, ms", "attend, ms", "step, ms"]
+    columns += ["fetched rows per KV head", "dense, ms", "step / dense", "dense offloaded, ms"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for result in results:
+        attend = result["step_ms"] * result["attend_us"] / result["layer_us"]
+        cells = [result["model"], result["n_tokens"], result["batch"], result["epsilon"]]
+        cells += [f"{result['step_ms'] - attend:.2f}", f"{attend:.2f}", f"{result['step_ms']:.2f}"]
+        cells += [f"{result['fetched_rows']:.0f}", f"{result['dense_ms']:.2f}"]
+        cells += [f"{result['step_ms'] / result['dense_ms']:.2f}", f"{result['dense_offloaded_ms']:.1f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def environment(device: torch.device) -> dict:
+    """Versions and device."""
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    if device.type == "cuda":
+        from verkv.cuda.build import nvrtc_bindings
+
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"gpu": properties.name, "multiprocessors": properties.multi_processor_count}
+        found["nvrtc"] = nvrtc_bindings().nvrtcVersion()[1:]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> dict:
+    """Run, print the table, write the files; returns everything that was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="where to write the JSON")
+    parser.add_argument("--table", type=Path, help="where to write the Markdown table")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, in plain torch")
+    parser.add_argument("--seconds", type=float, default=420, help="begin no setting after so many seconds")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args(arguments)
+    if not options.dry_run and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --dry-run needs none")
+    device = torch.device("cpu") if options.dry_run else torch.device("cuda", torch.cuda.current_device())
+    models, lengths, batches, epsilons = MODELS, (32768, 131072), (1, 4, 8), (0.5, 0.1, 0.05, 0.01)
+    if options.dry_run:
+        models, lengths, batches, epsilons, options.repeats = TINY, (256, 700), (1, 2), (0.5, 0.05), 3
+    start = time.perf_counter()
+    report = {"environment": environment(device), "models": [asdict(model) for model in models], "checks": []}
+    report |= {"settings": [], "left_out": []}
+    report["ceilings"] = ceilings(device, options.repeats)
+    if device.type == "cuda":  # what is wrong is shown first
+        for dtype in (torch.bfloat16, torch.float16):
+            for model in models[:2]:
+                report["checks"] += check_kernels(model, dtype, device)
+        print(json.dumps(report["checks"], indent=1))
+    for n_tokens in lengths:
+        for model in models:
+            for batch in batches:
+                if time.perf_counter() - start > options.seconds:
+                    report["left_out"].append([model.name, n_tokens, batch])
+                    continue
+                steps = time_step(model, n_tokens, batch, epsilons, device, options.repeats)
+                dense = time_dense(model, n_tokens, batch, device, options.repeats)
+                report["settings"] += [step | dense for step in steps]
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    report["seconds"] = time.perf_counter() - start
+    print(table(report["settings"]))
+    print(json.dumps({name: report[name] for name in ("environment", "ceilings", "left_out", "seconds")}))
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    if options.table:
+        options.table.write_text(table(report["settings"]) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    main()
