@@ -54,14 +54,14 @@ def audited_stats(press, model, cache, scores, prefix_length, question_ids, answ
 
 def settings(compression_ratio: float, alphas: list[float], seed: int):
     """Every press to audit, with what identifies it."""
+    plain = {"outliers": 0.0, "error_aware": False}
     common = {"compression_ratio": compression_ratio, "n_sink": 32, "n_local": 32, "seed": seed, "audit": True}
     for alpha in alphas:
         yield {"plan": "no fetch", "alpha": alpha}, PoissonCompPress(KVzipPress(), alpha=alpha, **common)
         for plan, (sketch, paper) in PLANS.items():
             for epsilon in EPSILONS:
-                press = VerKVPress(
-                    KVzipPress(), alpha=alpha, sketch=sketch, paper=paper, epsilon=epsilon, shortlist=32, **common
-                )
+                options = {"alpha": alpha, "sketch": sketch, "paper": paper, "shortlist": 32} | plain | common
+                press = VerKVPress(KVzipPress(), epsilon=epsilon, **options)
                 yield {"plan": plan, "alpha": alpha, "epsilon": epsilon}, press
 
 

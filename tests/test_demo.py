@@ -62,13 +62,13 @@ class TestWithTheModel:
         """Short and at 4x; what it prints is what it writes."""
         settings = DemoSettings(tokens=700, compression_ratio=0.75, max_new_tokens=4, output_dir=tmp_path)
         results = run_demo(settings)
-        assert results[0].name == "dense" and len(results) == 5
+        assert results[0].name == "dense" and len(results) == 6
         assert format_table(results, settings) in capsys.readouterr().out
         (line,) = (tmp_path / "demo.jsonl").read_text().splitlines()
         record = json.loads(line)
         assert record["settings"]["seed"] == 0 and record["versions"]["torch"] == torch.__version__
-        verified = record["results"][3]
-        assert verified["name"] == "VerKV, 2-bit sketch"
+        verified = record["results"][4]
+        assert verified["name"] == "VerKV"
         assert 0 < verified["kv_read_per_token"] < 1 and verified["resident"] < 0.26
         assert verified["stats"]["decode_decisions"] == 3 * 270
         assert (tmp_path / "demo.png").stat().st_size > 10_000

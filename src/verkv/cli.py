@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--compression-ratio", type=float, default=0.9375, help="fraction removed: 16x is 0.9375")
     demo.add_argument("--epsilon", type=float, default=0.05, help="tolerance of the denominator's relative error")
     demo.add_argument("--delta", type=float, default=0.1, help="probability with which it may be missed")
-    demo.add_argument("--alpha", type=float, default=0.0, help="defensive mixture of the scores; 0 is the paper")
+    demo.add_argument("--alpha", type=float, help="defensive mixture of the scores; default: 0.5, 0 as published")
     demo.add_argument("--n-sink", type=int, default=32, help="leading tokens always kept")
     demo.add_argument("--n-local", type=int, default=32, help="trailing context tokens always kept")
     demo.add_argument("--shortlist", type=int, default=32, help="keys per KV head and step that are scored exactly")

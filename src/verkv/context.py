@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,6 +44,10 @@ class SealPlan:
         Keep the full context on the host. Always with ``fetch``.
     audit : bool
         Compare every decision with exact attention; needs the host.
+    on_violation : {"exact", "warn", "raise"} or None
+        What an audited step does when the true error of ``violation_target`` exceeds ``fetch.epsilon``: give the exact
+        output, warn, raise :class:`ToleranceViolation`, or only record it.
+    violation_target : {"denominator", "output"}
     beams : int
         Batch rows that share one context: rows c * beams .. (c + 1) * beams - 1 belong to context c.
     """
@@ -55,7 +60,13 @@ class SealPlan:
     tolerances: Tensor | None = None
     keep_host: bool = True
     audit: bool = False
+    on_violation: str | None = None
+    violation_target: str = "denominator"
     beams: int = 1
+
+
+class ToleranceViolation(RuntimeError):
+    """An audited step's true error exceeds the tolerance, and ``on_violation="raise"``."""
 
 
 class SealedContext:
@@ -66,6 +77,7 @@ class SealedContext:
         assert plan.codes.shape == keys.shape[:3], f"codes {tuple(plan.codes.shape)} for keys {tuple(keys.shape)}"
         self.layer_idx, self.stats = layer_idx, stats
         self.fetch, self.audit, self.beams = plan.fetch, plan.audit, plan.beams
+        self.on_violation, self.violation_target = plan.on_violation, plan.violation_target
         self.n_contexts, self.n_kv_heads, self.n_tokens, _ = keys.shape
         self.device, self.dtype = keys.device, keys.dtype
         self.full_bytes = keys.nbytes + values.nbytes
@@ -199,7 +211,8 @@ class SealedContext:
             lses.append(lse)
         output = torch.cat(outputs, 2)
         if self.audit:
-            self._audit(rows, chunks, tail_logits, tail_v, output, torch.cat(lses, 2), scaling, record)
+            exact = self._audit(rows, chunks, tail_logits, tail_v, output, torch.cat(lses, 2), scaling, record)
+            output = self._answer_violations(output, exact, record)
         self.stats.record(record)
         return self._from_units(output, query).to(query.dtype)
 
@@ -348,13 +361,13 @@ class SealedContext:
         lse: Tensor,
         scaling: float,
         record: LayerRecord,
-    ) -> None:
-        """Compare with exact attention over the host's copy: the denominator and the output of every decision."""
+    ) -> Tensor:
+        """Compare denominator and output of every decision with exact attention over the host's copy; returns it."""
         keys = self.host.keys.to(self.device).flatten(0, 1)[:, None]
         values = self.host.values.to(self.device).flatten(0, 1)[:, None]
         position = torch.arange(self.n_tokens, device=self.device)
         padding = position < self.n_padding.repeat_interleave(self.n_kv_heads)[:, None]
-        relative_errors, output_errors, norms = [], [], []
+        relative_errors, output_errors, norms, outputs = [], [], [], []
         for chunk in chunks:
             logits = (rows[:, :, chunk] @ keys.float().mT * scaling).masked_fill(padding[:, None, None], -torch.inf)
             exact, exact_lse = weighted_attention([(logits, values), (tail_logits[:, :, chunk], tail_values)])
@@ -362,10 +375,34 @@ class SealedContext:
             norm = exact.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
             output_errors.append((output[:, :, chunk] - exact).norm(dim=-1) / norm)
             norms.append(norm)
+            outputs.append(exact)
         record.relative_error = self._per_decision(torch.cat(relative_errors, 2), record)
         record.output_error = self._per_decision(torch.cat(output_errors, 2), record)
         if record.output_bound is not None:
             record.output_bound = self._per_decision(record.output_bound / torch.cat(norms, 2), record)
+        return torch.cat(outputs, 2)
+
+    def _answer_violations(self, output: Tensor, exact: Tensor, record: LayerRecord) -> Tensor:
+        """What ``on_violation`` says about decisions whose true error exceeds the tolerance; the output to go on with."""
+        if self.on_violation is None or self.fetch is None:
+            return output
+        name = "relative_error" if self.violation_target == "denominator" else "output_error"
+        violated = getattr(record, name) > self.fetch.epsilon  # (B, Hq, Tq)
+        record.violations = int(violated.sum())
+        if not record.violations:
+            return output
+        message = (
+            f"layer {self.layer_idx}: the true error of the {self.violation_target} exceeds epsilon="
+            f"{self.fetch.epsilon:g} in {record.violations} of {violated.numel()} decisions"
+        )
+        if self.on_violation == "raise":
+            raise ToleranceViolation(message)
+        if self.on_violation == "warn":
+            warnings.warn(message, stacklevel=2)
+            return output
+        split = (self.n_contexts, self.beams, self.n_kv_heads, -1, violated.shape[2])
+        by_row = violated.to(self.device).view(split).transpose(1, 2).flatten(3).flatten(0, 1)  # (N, beams, G * Tq)
+        return torch.where(by_row[..., None], exact, output)
 
     # --- statistics -------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class DemoSettings:
     compression_ratio: float = 0.9375
     epsilon: float = 0.05
     delta: float = 0.1
-    alpha: float = 0.0
+    alpha: float | None = None
     n_sink: int = 32
     n_local: int = 32
     shortlist: int = 32
@@ -59,6 +59,7 @@ class Prefix:
 
     cache: object
     scores: dict[int, torch.Tensor]
+    queries: dict[int, torch.Tensor]
     template_length: int
     prefill_seconds: float
     scoring_seconds: float
@@ -118,7 +119,7 @@ def run_demo(settings: DemoSettings) -> list[Result]:
         f"Prefill    {prefix.prefill_seconds:.0f} s, KVzip scores {prefix.scoring_seconds:.0f} s, shared by all methods"
     )
     print(format_table(results, settings))
-    _write(settings, model, context_ids.shape[1], task, prefix, results, presses["VerKV, 2-bit sketch"])
+    _write(settings, model, context_ids.shape[1], task, prefix, results, presses["VerKV"])
     return results
 
 
@@ -207,7 +208,7 @@ resident    bytes on the device / bytes of the full cache; the budget is {1 - se
 KV read     bytes read from the host / bytes of the full cache, per decoded token
 fetching    share of attention decisions (one head of one layer for one decoded token) that fetch
 violations  share of them whose softmax denominator is really off by more than epsilon = {settings.epsilon:g};
-            VerKV aims at delta = {settings.delta:.0%} or less: proven for exact weights, measured for the 2-bit sketch
+            VerKV aims at delta = {settings.delta:.0%} or less: proven for exact weights, measured for sketches
 time        sealing, answer, and the audit that measures the violations"""
     return "\n".join(["", pad(header), rule, *map(pad, rows), rule, notes])
 
@@ -230,7 +231,6 @@ def _presses(settings: DemoSettings) -> dict:
         "compression_ratio": settings.compression_ratio,
         "n_sink": settings.n_sink,
         "n_local": settings.n_local,
-        "alpha": settings.alpha,
         "seed": settings.seed,
         "audit": True,
     }
@@ -243,9 +243,10 @@ def _presses(settings: DemoSettings) -> dict:
     return {
         "dense": None,
         "KVzip top-k": KVzipPress(compression_ratio=settings.compression_ratio, audit=True),
-        "PoissonComp": PoissonCompPress(KVzipPress(), **sampled),
-        "VerKV, 2-bit sketch": VerKVPress(KVzipPress(), sketch="rope_pair", **verified),
-        "VerKV, exact sketch": VerKVPress(KVzipPress(), sketch="exact", **verified),
+        "PoissonComp": PoissonCompPress(KVzipPress(), alpha=settings.alpha or 0.0, **sampled),
+        "VerKV as published": VerKVPress(KVzipPress(), paper=True, **verified),
+        "VerKV": VerKVPress(KVzipPress(), alpha=settings.alpha, **verified),
+        "VerKV, exact sketch": VerKVPress(KVzipPress(), sketch="exact", alpha=settings.alpha, **verified),
     }
 
 
@@ -297,12 +298,13 @@ def encode_task(tokenizer, task: Task, device: torch.device) -> tuple[torch.Tens
 @torch.inference_mode()
 def _prefill(model, tokenizer, context_ids: torch.Tensor, bar: tqdm) -> Prefix:
     """Fill a cache with the context and score its tokens, once for all methods."""
-    from verkv import KVzipPress, make_cache
+    from verkv import KVzipPress, make_cache, record_queries
 
     start = time.perf_counter()
     cache = make_cache(model.config)
     bar.set_description("prefill")
-    (getattr(model, "model", None) or model.base_model)(input_ids=context_ids, past_key_values=cache)
+    with record_queries(model) as queries:
+        (getattr(model, "model", None) or model.base_model)(input_ids=context_ids, past_key_values=cache)
     bar.update()
     prefilled = time.perf_counter()
     bar.set_description("KVzip scores")
@@ -311,7 +313,7 @@ def _prefill(model, tokenizer, context_ids: torch.Tensor, bar: tqdm) -> Prefix:
     scores = source.after_prefill(model, cache, context_ids, None)
     bar.update()
     scored = time.perf_counter()
-    return Prefix(cache, scores, source.prefix_length, prefilled - start, scored - prefilled)
+    return Prefix(cache, scores, queries, source.prefix_length, prefilled - start, scored - prefilled)
 
 
 @torch.inference_mode()
@@ -320,7 +322,7 @@ def _ask(name, press, model, tokenizer, prefix, question_ids, task, settings, ba
     start = time.perf_counter()
     cache = copy.deepcopy(prefix.cache)
     if press is not None:
-        press.seal(model, cache, prefix.scores, prefix_length=prefix.template_length)
+        press.seal(model, cache, prefix.scores, prefix_length=prefix.template_length, queries=prefix.queries)
     logits = model(input_ids=question_ids, past_key_values=cache, logits_to_keep=1).logits
     bar.update()
     tokens: list[int] = []
@@ -358,7 +360,7 @@ def _print_task(settings: DemoSettings, model, context_ids, task: Task) -> None:
     print(f"Expected   {task.answer}")
     print(
         f"Setting    {1 / (1 - settings.compression_ratio):.3g}x compression, epsilon {settings.epsilon:g}, delta "
-        f"{settings.delta:g}, alpha {settings.alpha:g}, {settings.n_sink} sinks, {settings.n_local} local tokens, "
+        f"{settings.delta:g}, {settings.n_sink} sinks, {settings.n_local} local tokens, "
         f"shortlist {settings.shortlist}",
         flush=True,
     )

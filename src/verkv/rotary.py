@@ -128,7 +128,7 @@ def rotary_from_config(config) -> Rotary:
 
 
 def _default_inv_freq(theta: float, n_channels: int) -> Tensor:
-    exponents = torch.arange(0, n_channels, 2, dtype=torch.float32) / n_channels
+    exponents = torch.arange(0, n_channels, 2, dtype=torch.float32, device="cpu") / n_channels
     return 1.0 / theta**exponents
 
 

@@ -32,6 +32,8 @@ class LayerRecord:
     bytes_read : int
     exact_heads : int
         KV heads (of all contexts) for which everything was read: by their plans, or because no bound held.
+    violations : int
+        Audit with ``on_violation``: decisions whose true error exceeds the tolerance.
     error_bound : Tensor, shape (B, Hq, Tq), optional
         The certificate of every decision before fetching.
     relative_error, output_error : Tensor, shape (B, Hq, Tq), optional
@@ -53,6 +55,7 @@ class LayerRecord:
     keys_first: int = 0
     bytes_read: int = 0
     exact_heads: int = 0
+    violations: int = 0
     error_bound: Tensor | None = None
     relative_error: Tensor | None = None
     output_error: Tensor | None = None
@@ -66,7 +69,7 @@ class LayerRecord:
     def plus(self, other: "LayerRecord") -> "LayerRecord":
         """Counts of both, of the same layer; ``n_queries`` tells the phase only."""
         names = ("decisions", "fetching", "kv_fetching", "n_contexts", "promoted", "full_bytes", "fetched")
-        names += ("shortlisted", "keys_first", "bytes_read", "exact_heads")
+        names += ("shortlisted", "keys_first", "bytes_read", "exact_heads", "violations")
         return dataclasses.replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 

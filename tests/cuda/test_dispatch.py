@@ -84,12 +84,15 @@ def test_what_kernels_cannot_serve_falls_back_with_one_warning(usable_gpu, chang
     assert len(caught) == 1
 
 
-def test_missing_driver_or_nvrtc_falls_back_with_one_warning(monkeypatch):
+@pytest.mark.parametrize("which", ["driver_bindings", "nvrtc_bindings"])
+def test_missing_driver_or_nvrtc_falls_back_with_one_warning(monkeypatch, which):
     def missing():
         raise CudaUnavailable("cuda.bindings is missing (of this test)")
 
     monkeypatch.delenv("VERKV_CUDA", raising=False)
-    monkeypatch.setattr(dispatch, "driver_bindings", missing)
+    monkeypatch.setattr(dispatch, which, missing)
+    if which == "driver_bindings":
+        monkeypatch.setattr(dispatch, "nvrtc_bindings", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     dispatch.unavailable_because.cache_clear()
     dispatch._warn_once.cache_clear()
@@ -97,6 +100,15 @@ def test_missing_driver_or_nvrtc_falls_back_with_one_warning(monkeypatch):
         for _ in range(3):
             assert dispatch.select_backend(GPU, **SHAPE) == "torch"
     assert len(caught) == 1
+    dispatch.unavailable_because.cache_clear()
+
+
+def test_device_that_cannot_read_registered_memory_falls_back(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(dispatch, "nvrtc_bindings", lambda: None)
+    monkeypatch.setattr(dispatch, "_reads_registered_memory", lambda index: False)
+    dispatch.unavailable_because.cache_clear()
+    assert "registered host memory" in dispatch.unavailable_because(0)
     dispatch.unavailable_because.cache_clear()
 
 

@@ -1,5 +1,6 @@
 """The host's side of a step, with the emulator in place of a device: checks, buffers, chunks of rows, operators."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -187,11 +188,13 @@ def test_layer_off_the_device_is_refused():
 
 
 def test_layer_in_pageable_memory_is_refused(on_emulator, monkeypatch):
+    sealed = device_layer(make_layer(200, 2, 64))
     monkeypatch.undo()
     monkeypatch.setattr(launch, "_check_device", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
-    with pytest.raises(ValueError, match="host_keys must be in pinned memory"):
-        device_layer(make_layer(200, 2, 64))
+    for make in (lambda: device_layer(make_layer(200, 2, 64)), lambda: copy.deepcopy(sealed)):
+        with pytest.raises(ValueError, match="host_keys must be in pinned memory"):
+            make()
 
 
 def test_bad_queries_sketches_and_options_are_refused(on_emulator):

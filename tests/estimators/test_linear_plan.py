@@ -369,8 +369,7 @@ class TestBoundary:
         values[0, 0] = 4000.0
         exact = values.double().sum()
         allowed = summation_error(n_tokens, F32)
-        sums = torch.zeros(1, 3)
-        reduce_bins(sums, torch.zeros(1, n_tokens, dtype=torch.int64), values, "sum")
+        sums = reduce_bins(torch.zeros(1, n_tokens, dtype=torch.int64), values, 3, "sum")
         assert float((sums[0, 0].double() - exact).abs() / exact) < allowed
         plain = torch.zeros(1, 3).scatter_add_(1, torch.zeros(1, n_tokens, dtype=torch.int64), values)
         assert float((plain[0, 0].double() - exact).abs() / exact) > allowed

@@ -364,6 +364,9 @@ def test_sampling_options_out_of_range(press_class, options):
         {"max_read": 0.0},
         {"max_read": 1.1},
         {"target": "logits"},
+        {"on_violation": "ignore"},
+        {"on_violation": "exact"},  # without an audit
+        {"error_aware": "always"},
         {"calibrate": "token"},
         {"calibrate": "head", "paper": True},
         {"target": "output", "paper": True},

@@ -11,10 +11,8 @@ from torch import Tensor
 from verkv.codecs.errors import CodecError, CorruptFileError
 from verkv.codecs.tensor_store import DTYPES, TensorReader, TensorWriter, dtype_name
 
-_MODULES = tuple(
-    f"verkv.{name}"
-    for name in ("context", "estimators", "kvfetch", "planning", "rotary", "sketches", "tiers", "values")
-)
+_PARTS = ("context", "estimators", "kvfetch", "planning", "rotary", "sketches", "tiers", "values")
+_MODULES = tuple(f"verkv.{part}" for part in _PARTS)
 
 
 def dump_state(value, writer: TensorWriter, name: str):

@@ -6,8 +6,8 @@ import warnings
 
 import torch
 
-from verkv.cuda.build import MIN_CAPABILITY, CudaUnavailable, driver_bindings, load_kernels, nvrtc_bindings
-from verkv.cuda.layout import HEAD_DIMS, MAX_TOKENS
+from verkv.cuda.build import MIN_CAPABILITY, CudaUnavailable, check, driver_bindings, load_kernels, nvrtc_bindings
+from verkv.cuda.layout import HEAD_DIMS, MAX_TOKENS, tile_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -42,8 +42,6 @@ def warmup(
     CudaUnavailable
         If there is no device, driver or NVRTC, or the shape is not supported.
     """
-    from verkv.cuda.layout import tile_of
-
     if not torch.cuda.is_available():
         raise CudaUnavailable("torch sees no CUDA device")
     index = torch.cuda.current_device() if device is None else device
@@ -116,11 +114,20 @@ def unavailable_because(device_index: int) -> str:
     if capability < MIN_CAPABILITY:
         return f"they need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}, the device has {capability}"
     try:
-        driver_bindings()
         nvrtc_bindings()
+        if not _reads_registered_memory(device_index):
+            return "the device cannot read registered host memory at its address on the host"
     except CudaUnavailable as error:
         return str(error)
     return ""
+
+
+def _reads_registered_memory(device_index: int) -> bool:
+    """Whether a kernel may use the host's pointers to pinned memory, however that was pinned."""
+    driver = driver_bindings()
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    device = check(driver, driver.cuDeviceGet(device_index))
+    return bool(check(driver, driver.cuDeviceGetAttribute(attribute, device)))
 
 
 def unsupported_because(key_dim: int, value_dim: int, dtype: torch.dtype, n_tokens: int) -> str:

@@ -184,7 +184,7 @@ __device__ __forceinline__ int bit_length(u64 x) { return 64 - __clzll((long lon
 __device__ __forceinline__ bool test_bit(const u32* words, int i) { return words[i >> 5] >> (i & 31) & 1u; }
 __device__ __forceinline__ void set_bit(u32* words, int i) { atomicOr(&words[i >> 5], 1u << (i & 31)); }
 
-// ---- cooperation of a block's threads; `scratch` is shared memory of at least 3 * WARPS values ------------------------
+// ---- cooperation of a block's threads; `scratch` is shared memory of at least 3 * WARPS values ----------------------
 
 template <class T>
 __device__ T block_sum(T value, T* scratch) {  // in a fixed order
@@ -291,7 +291,7 @@ __device__ void order_keys(const u64* keys, u64* sorted, int count) {
   __syncthreads();
 }
 
-// ---- dot products of a tile of query rows with one key row, by LANES lanes -------------------------------------------
+// ---- dot products of a tile of query rows with one key row, by LANES lanes ------------------------------------------
 
 struct QueryTile {
   float v[VK_G][8];
@@ -329,7 +329,7 @@ __device__ __forceinline__ void dot_row(float* dots, const QueryTile& tile, uint
   }
 }
 
-// ---- score: grid (ceil(T / NT), N, ceil(rows / VK_G)) ----------------------------------------------------------------
+// ---- score: grid (ceil(T / NT), N, ceil(rows / VK_G)) ---------------------------------------------------------------
 
 // May the plan use this resident token's exact weight? Of a sampled one only if it may depend on the draw.
 __device__ __forceinline__ bool planned_exactly(int code, int known_resident) {
@@ -423,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(NT) vk_score(const Params p) {
   if (tid < VK_G) atomicMax(&p.peak[(size_t)unit * p.n_rows + tile_row(first, tid, p.n_rows)], peak[tid]);
 }
 
-// ---- peak: grid (chunks, N * rows) -----------------------------------------------------------------------------------
+// ---- peak: grid (chunks, N * rows) ----------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(NT) vk_peak(const Params p) {
   __shared__ u64 scratch[WARPS];
@@ -439,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(NT) vk_peak(const Params p) {
   if (threadIdx.x == 0) atomicMax(&p.peak[row], (u32)best);
 }
 
-// ---- shortlist: grid (chunks, N) -------------------------------------------------------------------------------------
+// ---- shortlist: grid (chunks, N) ------------------------------------------------------------------------------------
 
 // Position of a token among the unit's resident rows; the token must be resident.
 __device__ int resident_row(const int* positions, int count, int token) {
@@ -570,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_shortlist(const Params p)
   }
 }
 
-// ---- terms of one token ----------------------------------------------------------------------------------------------
+// ---- terms of one token ---------------------------------------------------------------------------------------------
 
 // What depends on the level alone.
 struct Level {
@@ -612,7 +612,7 @@ __device__ __forceinline__ bool fails(double bias, double variance, double dev, 
   return !(certificate(bias, variance, dev, log_term, s.denominator) < s.epsilon);  // a NaN fails
 }
 
-// The greedy order needs no drop g of the certificate: at lambda = 1 it grows with v = w^2 (1 - r) / r whatever the sums
+// The greedy order needs no drop g of the bound: at lambda = 1 it grows with v = w^2 (1 - r) / r whatever the sums
 // are, so log2 v is the key. Shrunk tokens and the one with the largest deviation are special: they get the key at
 // which an ordinary token would have the same drop, v = g (2 root - g) / (2 l). No ordinary token has g > root; beyond
 // it the key goes on growing with g.
@@ -671,7 +671,7 @@ __device__ RowView view_row(const Params& p, int unit, int row, const Level* lev
   return view;
 }
 
-// ---- plan: grid (chunks, N * rows) -----------------------------------------------------------------------------------
+// ---- plan: grid (chunks, N * rows) ----------------------------------------------------------------------------------
 //
 // A token that shrinks also passes the shrinkage walk over any subset of the tokens. So each chunk lists a superset of
 // its tokens that shrink (and its largest deviation among the rest), and the last block of a row finishes the walk
@@ -704,7 +704,7 @@ struct WalkScratch {
   int bin, n_listed, first_failing;
 };
 
-// The shrinkage walk of Appendix A.2 over the candidates: visit them by falling u = w (1 - r) / r, and stop at the first
+// The shrinkage walk of Appendix A.2 over the candidates: visit them by falling u = w (1 - r) / r, stop at the first
 // with u <= 2 beta, beta being the sum of w (1 - r) so far. Returns the smallest key that shrinks (all ones if none).
 __device__ u64 shrinkage_walk(const CandidateList& list, WalkScratch& m) {
   const int tid = threadIdx.x;
@@ -996,7 +996,7 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
   }
 }
 
-// ---- emit: grid (ceil(T / (4 * NT)), N) ------------------------------------------------------------------------------
+// ---- emit: grid (ceil(T / (4 * NT)), N) -----------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(NT) vk_emit(const Params p) {
   __shared__ Level levels[LEVEL + 1];
@@ -1055,7 +1055,7 @@ extern "C" __global__ void __launch_bounds__(NT) vk_emit(const Params p) {
   }
 }
 
-// ---- settle: grid (rows, N) ------------------------------------------------------------------------------------------
+// ---- settle: grid (rows, N) -----------------------------------------------------------------------------------------
 
 struct SettleScratch {
   u64 keys[ORDERED], sorted[ORDERED];
@@ -1230,7 +1230,7 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_settle(const Params p) {
   if (tid == 0) p.n_fetched[unit] = base;
 }
 
-// ---- gather: grid (any, N) -------------------------------------------------------------------------------------------
+// ---- gather: grid (any, N) ------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(NT) vk_gather(const Params p) {
   const int unit = blockIdx.y, n = p.n_fetched[unit], step = gridDim.x * ROWS;
@@ -1243,7 +1243,7 @@ extern "C" __global__ void __launch_bounds__(NT) vk_gather(const Params p) {
   }
 }
 
-// ---- attend: grid (splits, N, tiles) ---------------------------------------------------------------------------------
+// ---- attend: grid (splits, N, tiles) --------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(NT) vk_attend(const Params p) {
   __shared__ float sums[ROWS][VK_D], peaks[ROWS], masses[ROWS];

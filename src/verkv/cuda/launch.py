@@ -6,7 +6,7 @@ to the device once, and must know how many there are.
 
 import math
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -83,6 +83,10 @@ class DeviceLayer:
             # A kernel may still read host rows when the last reference to them goes: freed pinned memory is given out
             # again at once, and would be overwritten under it.
             weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
+
+    def __reduce__(self) -> tuple:
+        """Copies and unpickled ones are checked, too: copied tensors need not be pinned."""
+        return DeviceLayer, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def head_dim(self) -> int:

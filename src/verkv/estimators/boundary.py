@@ -26,9 +26,6 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _CHUNK = 2048
 _BLOCKED = 512
 
-# On a CPU the bins of so many (row, token) pairs are found at once, to stay in the cache.
-_PIECE = 2**15
-
 # Where sizes may depend on the data, so many tokens per row are sorted rather than put into bins.
 _FEW = 2048
 
@@ -147,36 +144,20 @@ def tokens_above(key: Tensor, values: Sequence[Tensor], rule: BoundaryRule) -> t
         if members.are_few:
             break
         shift -= width
-        bins = _histograms(members.key, members.values, shift, 2**width, rule.reductions)
+        digit = (members.key.view(prefix.dtype) >> shift).bitwise_and_(2**width - 1)  # drops the sign a NaN may have
+        index = digit.long()
+        bins = [
+            reduce_bins(index, value, 2**width, how) for value, how in zip(members.values, rule.reductions, strict=True)
+        ]
         largest_key = partial(_largest_keys, prefix, shift, 2**width, key.dtype)
         chosen, state = rule.boundary_bin(bins, largest_key, state)
-        prefix = prefix + (chosen.to(prefix.dtype) << shift)
-        # The boundary bin's keys, from its smallest to its largest; beyond the last bin no key is.
-        ends = (prefix.view(key.dtype), (prefix | (2**shift - 1)).view(key.dtype))
-        members.split(*(torch.where(chosen < 2**width, end, torch.nan) for end in ends))
+        chosen = chosen.to(digit.dtype)
+        prefix = prefix + (chosen << shift)
+        members.split(digit, chosen)
     members.line_up(sort=shift > 0, flip=not rule.from_top)
     taken, state = rule.last(members.key, members.values, state)
     members.take(taken)
     return members.taken, state
-
-
-def _histograms(
-    key: Tensor, values: list[Tensor], shift: int, n_bins: int, reductions: tuple[str, ...]
-) -> list[Tensor]:
-    """The values (rows, C) reduced by `n_bins` bits of the key above `shift`, piece by piece where a cache is small."""
-    n_rows, n_tokens = key.shape
-    rows, tokens = n_rows, n_tokens
-    if sizes_may_vary(key.device):
-        rows, tokens = max(1, _PIECE // max(1, n_tokens)), min(n_tokens, _PIECE)
-    bits = key.view(_BITS[key.dtype])
-    bins = [value.new_zeros(n_rows, n_bins) for value in values]
-    for row in range(0, n_rows, rows):
-        for token in range(0, n_tokens, tokens):
-            piece = slice(row, row + rows), slice(token, token + tokens)
-            index = (bits[piece] >> shift).bitwise_and_(n_bins - 1).long()  # drops the sign a NaN may have
-            for total, value, how in zip(bins, values, reductions, strict=True):
-                reduce_bins(total[piece[0]], index, value[piece], how)
-    return bins
 
 
 def _largest_keys(prefix: Tensor, shift: int, n_bins: int, dtype: torch.dtype) -> Tensor:
@@ -195,9 +176,9 @@ class _Masked:
         self.taken = torch.zeros_like(self.mask)
         self.flipped = False
 
-    def split(self, smallest: Tensor, largest: Tensor) -> None:
-        self.taken |= self.mask & (self.key > largest)
-        self.mask = self.mask & (self.key >= smallest) & (self.key <= largest)
+    def split(self, digit: Tensor, chosen: Tensor) -> None:
+        self.taken |= self.mask & (digit > chosen)
+        self.mask = self.mask & (digit == chosen)
         self.values = [torch.where(self.mask, value, 0.0) for value in self.values]
 
     def line_up(self, sort: bool, flip: bool) -> None:
@@ -229,9 +210,9 @@ class _Gathered:
         source, absent = self.positions.clamp_min(0), self.positions < 0
         return [value.view(-1)[source].masked_fill_(absent, 0.0) for value in self.all_values]
 
-    def split(self, smallest: Tensor, largest: Tensor) -> None:
-        n_rows, width = self.key.shape
-        reaches, passes = self.key >= smallest, self.key > largest
+    def split(self, digit: Tensor, chosen: Tensor) -> None:
+        n_rows, width = digit.shape
+        reaches, passes = digit >= chosen, digit > chosen
         self.take(passes)
         members = reaches.logical_xor_(passes)
         if self.positions is not None:
@@ -262,32 +243,34 @@ class _Gathered:
             self.taken.view(-1)[self.positions[mask & (self.positions >= 0)]] = True
 
 
-def reduce_bins(bins: Tensor, index: Tensor, values: Tensor, reduction: str) -> None:
-    """Add values to bins, or take the maximum of both.
+def reduce_bins(index: Tensor, values: Tensor, n_bins: int, reduction: str) -> Tensor:
+    """Sum or maximum of the values of each bin, 0 where a bin is empty.
 
     Parameters
     ----------
-    bins : Tensor, shape (rows, bins), float
-        Changed in place.
     index : Tensor, shape (rows, C), int64
         The bin of each value.
     values : Tensor, shape (rows, C), float
         >= 0.
+    n_bins : int
     reduction : {"sum", "amax"}
+
+    Returns
+    -------
+    Tensor, shape (rows, n_bins)
     """
-    n_values = values.shape[1]
+    n_rows, n_values = values.shape
     if reduction == "amax":
-        bins.scatter_reduce_(1, index, values, "amax")
-    elif values.dtype == torch.float64 or n_values <= _CHUNK:
-        bins.scatter_add_(1, index, values)
-    else:
-        n_chunks = n_values // _CHUNK
-        whole = n_chunks * _CHUNK
-        sums = bins.new_zeros(len(bins), n_chunks + 1, bins.shape[1])
-        chunks = [tensor[:, :whole].unflatten(1, (n_chunks, _CHUNK)) for tensor in (index, values)]
-        sums[:, :-1].scatter_add_(2, *chunks)
-        sums[:, -1].scatter_add_(1, index[:, whole:], values[:, whole:])
-        bins += sums.sum(1)
+        return values.new_zeros(n_rows, n_bins).scatter_reduce_(1, index, values, "amax")
+    n_chunks = n_values // _CHUNK
+    if values.dtype == torch.float64 or n_values <= _CHUNK:
+        return values.new_zeros(n_rows, n_bins).scatter_add_(1, index, values)
+    whole = n_chunks * _CHUNK
+    sums = values.new_zeros(n_rows, n_chunks + 1, n_bins)
+    chunks = [tensor[:, :whole].unflatten(1, (n_chunks, _CHUNK)) for tensor in (index, values)]
+    sums[:, :-1].scatter_add_(2, *chunks)
+    sums[:, -1].scatter_add_(1, index[:, whole:], values[:, whole:])
+    return sums.sum(1)
 
 
 def running_sum(values: Tensor) -> Tensor:
@@ -329,6 +312,6 @@ def summation_error(n_tokens: int, dtype: torch.dtype) -> float:
     widths = _DIGIT_WIDTHS[dtype]
     chain = min(n_tokens, _CHUNK) + math.ceil(n_tokens / _CHUNK)  # tokens of a bin: in a chunk, over the chunks
     chain += max(_BLOCKED, 2 * math.isqrt(max(n_tokens, 2 ** max(widths))) + 2)  # bins, or tokens of the last bin
-    chain += len(widths) + math.ceil(n_tokens / _PIECE)  # levels, pieces
+    chain += len(widths)  # levels
     unit = torch.finfo(dtype).eps / 2
     return chain * unit / (1.0 - chain * unit)

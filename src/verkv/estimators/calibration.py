@@ -104,7 +104,7 @@ def tolerance_grid(epsilon: float, n_points: int = 16, lowest: float = 0.25, hig
     if not 0.0 < lowest < highest < math.inf:
         raise ValueError(f"lowest and highest must be 0 < lowest < highest, got {lowest} and {highest}")
     ratio = (highest / lowest) ** (1.0 / (n_points - 1))
-    return epsilon * lowest * ratio ** torch.arange(n_points, dtype=torch.float64)
+    return epsilon * lowest * ratio ** torch.arange(n_points, dtype=torch.float64, device="cpu")
 
 
 def monotone_losses(errors: Tensor, epsilon: float) -> Tensor:

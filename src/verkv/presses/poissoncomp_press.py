@@ -114,6 +114,10 @@ class PoissonCompPress(SealingPress):
         """What the plan keeps of every token."""
         return 0
 
+    def _violation_options(self) -> dict[str, str | None]:
+        """What audited steps do about violations: options of SealPlan."""
+        return {}
+
     def _n_outliers(self, prompt: Prompt, sketch: Sketch, budget: Tensor) -> Tensor:
         """Tokens per KV head that are kept because their sketch is poor, (C,), of a budget (C,) of tokens; CPU."""
         raise NotImplementedError
@@ -173,6 +177,7 @@ class PoissonCompPress(SealingPress):
                     keep_host=fetch is not None,
                     audit=self.audit,
                     beams=prompt.beams,
+                    **self._violation_options(),
                 )
         return plans, self._notes(expected, variance, sketch)
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verkv.calibrating import LayerCalibration
 from verkv.context import SealedContext
 from verkv.estimators.calibration import calibrated_tolerance, monotone_losses, required_queries
 from verkv.kvfetch import MAX_PLANNED_PAIRS
+from verkv.replay import DecodeReplay
 
 SCOPES = ("head", "layer", "model")
 TARGETS = ("denominator", "output")
@@ -56,7 +56,9 @@ class ToleranceCalibration:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        self.tolerances = torch.tensor([self.epsilon * step for step in STEPS[self.target]], dtype=torch.float64)
+        self.tolerances = torch.tensor(
+            [self.epsilon * step for step in STEPS[self.target]], dtype=torch.float64, device="cpu"
+        )
 
     def run(self, contexts: dict[int, SealedContext], queries: dict[int, Tensor], n_first: int) -> None:
         """Set the tolerances of sealed layers; contexts with too few queries stay uncalibrated, which a note says.
@@ -89,7 +91,7 @@ class ToleranceCalibration:
         shape = losses.shape[1:-1]
         if len(losses) < needed:
             self._note_too_few(needed, len(losses))
-            return torch.full(shape, self.epsilon)
+            return torch.full(shape, self.epsilon, device="cpu")
         pooled = {"head": (), "layer": 2, "model": (1, 2)}[self.scope]
         found = calibrated_tolerance(losses, self.tolerances, self.delta, pooled_dims=pooled)
         tolerance = torch.where(found.is_calibrated, found.tolerance, EXACT).float()
@@ -117,11 +119,12 @@ class ToleranceCalibration:
         n_pairs = context.n_units * (queries.shape[1] // context.n_kv_heads) * context.n_tokens
         size = max(1, MAX_PLANNED_PAIRS // max(1, n_pairs))
         blocks = [slice(start, start + size) for start in range(0, len(positions), size)]
-        make = lambda block: LayerCalibration(  # noqa: E731
+        make = lambda block: DecodeReplay(  # noqa: E731
             context, queries[:, :, block], positions[block], self.n_local
         )
         only = make(blocks[0]) if len(blocks) == 1 else None
-        errors = torch.full((len(positions), context.n_contexts, queries.shape[1], len(self.tolerances)), torch.nan)
+        shape = (len(positions), context.n_contexts, queries.shape[1], len(self.tolerances))
+        errors = torch.full(shape, torch.nan, device="cpu")
         for j, tolerance in enumerate(self.tolerances.tolist()):
             for block in blocks:
                 found = (only or make(block)).errors(tolerance)

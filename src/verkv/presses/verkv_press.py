@@ -89,6 +89,10 @@ class VerKVPress(PoissonCompPress):
         Find the tolerance of the plan from true errors on the prompt's last queries (split conformal), for each query
         head or pooled: the target's error then exceeds ``epsilon`` with probability at most ``delta`` on average over
         queries exchangeable with those. Where there are too few queries the uncalibrated bound is used.
+    on_violation : {"exact", "warn", "raise"}, optional
+        With ``audit``: what a step does whose true error of the target exceeds ``epsilon``. It gives the exact output
+        of those decisions, warns, or raises :class:`~verkv.context.ToleranceViolation` and leaves the cache as it was
+        before the step. By default it is only recorded.
     paper : bool
         The algorithm of Appendix A.1: also plans with the exact weights of everything that is resident. The plan then
         depends on the draw, which the theorem forbids and which costs adherence; False plans blind to the draw.
@@ -119,6 +123,7 @@ class VerKVPress(PoissonCompPress):
     max_read: float = 1.0
     target: str = "denominator"
     calibrate: str | None = None
+    on_violation: str | None = None
     paper: bool = False
     record_bounds: bool = False
 
@@ -134,6 +139,10 @@ class VerKVPress(PoissonCompPress):
             raise ValueError(f"target must be one of {list(TARGETS)}, got {self.target!r}")
         if self.calibrate is not None and self.calibrate not in SCOPES:
             raise ValueError(f"calibrate must be None or one of {list(SCOPES)}, got {self.calibrate!r}")
+        if self.on_violation not in (None, "exact", "warn", "raise"):
+            raise ValueError(f"on_violation must be None, 'exact', 'warn' or 'raise', got {self.on_violation!r}")
+        if self.on_violation is not None and not self.audit:
+            raise ValueError("on_violation needs audit=True: without an audit true errors are not known")
         if self.paper and (self.calibrate or self.target != "denominator"):
             raise ValueError("target and calibrate must be left as they are with paper=True: the paper has neither")
         sketch = self._option("sketch")
@@ -166,6 +175,9 @@ class VerKVPress(PoissonCompPress):
     def _bounds_output(self) -> bool:
         """Whether the output's own bound is planned with; calibrated tolerances are the denominator's."""
         return self.target == "output" and self.calibrate is None
+
+    def _violation_options(self) -> dict[str, str | None]:
+        return {"on_violation": self.on_violation, "violation_target": self.target}
 
     def _bytes_per_token(self) -> int:
         return 2 if self._bounds_output() else 1

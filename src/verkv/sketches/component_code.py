@@ -65,7 +65,7 @@ def encode_features(
     components, synthesis = components[:, order], synthesis[order]
     low, step = fit_quantizer(components[padding:], bits)
     codes = quantize(components, low, step, bits)
-    decoding = torch.cat([(mean + low @ synthesis)[None], step[:, None] * synthesis])
+    decoding = torch.cat([mean + low[None] @ synthesis, step[:, None] * synthesis])
     return EncodedFeatures(pack_planes(codes.mT, bits), plane_counts(bits), decoding)
 
 
@@ -113,7 +113,7 @@ def allocate_bits(variances: Tensor, n_bits: int) -> Tensor:
     n_components = len(variances)
     if not 0 <= n_bits <= MAX_BITS * n_components:
         raise ValueError(f"n_bits={n_bits} is not between 0 and {MAX_BITS} for each of {n_components} components")
-    distortion = torch.tensor(DISTORTION, dtype=torch.float64)
+    distortion = torch.tensor(DISTORTION, dtype=torch.float64, device="cpu")
     gains = (distortion[:-1] - distortion[1:])[:, None] * variances.detach().cpu().double().clamp_min(0)
     # By level, then component: the stable sort then never takes a bit before the one above it, also where gains tie.
     chosen = gains.flatten().sort(descending=True, stable=True).indices[:n_bits]

@@ -78,7 +78,7 @@ def fit_key_basis(
     """
     n_kv_heads, n_tokens, head_dim = keys.shape
     if queries is None:
-        metric = torch.eye(head_dim, dtype=torch.float64).expand(n_kv_heads, -1, -1)
+        metric = torch.eye(head_dim, dtype=torch.float64, device="cpu").expand(n_kv_heads, -1, -1)
     elif rotary is None:
         metric = query_metric(queries, n_kv_heads)
     else:
@@ -129,12 +129,12 @@ def _check(basis: KeyBasis, where: str) -> None:
         raise ValueError(f"{where}: weights must be symmetric")
     if not bool((torch.linalg.eigvalsh(weights) > 1e-6 * weights.abs().max()).all()):
         raise ValueError(f"{where}: weights must be positive definite")
-    if not torch.allclose(vectors.mT @ vectors, torch.eye(len(vectors), dtype=torch.float64), atol=1e-3):
+    if not torch.allclose(vectors.mT @ vectors, torch.eye(len(vectors), dtype=torch.float64, device="cpu"), atol=1e-3):
         raise ValueError(f"{where}: vectors must be orthonormal")
 
 
 def _covariance(keys: Tensor) -> Tensor:
     """Of all KV heads' channels together, (Hkv * d, Hkv * d), float64, on the CPU."""
     centred = (keys - keys.mean(1, keepdim=True)).transpose(0, 1).flatten(1)  # (T, Hkv * d)
-    total = sum((chunk.mT @ chunk).double() for chunk in centred.split(CHUNK_TOKENS))
+    total = sum((chunk.mT @ chunk).cpu().double() for chunk in centred.split(CHUNK_TOKENS))
     return total.cpu() / len(centred)

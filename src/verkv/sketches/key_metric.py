@@ -66,8 +66,8 @@ def unrotated_query_metric(
     speed = torch.cat([frequency, -frequency, frequency.new_zeros(head_dim - 2 * half)])
     moment = phasors.mT @ phasors.conj() / rows.shape[1]
     moment *= mean_phase(speed[None, :] - speed[:, None], first_position, n_positions)
-    to_channels = torch.eye(head_dim, dtype=z.dtype)
-    pair = torch.arange(half)
+    to_channels = torch.eye(head_dim, dtype=z.dtype, device="cpu")
+    pair = torch.arange(half, device="cpu")
     to_channels[pair, pair] = to_channels[pair, pair + half] = 0.5  # x = (z + z*) / 2
     to_channels[pair + half, pair], to_channels[pair + half, pair + half] = -0.5j, 0.5j  # y = (z - z*) / 2i
     return _with_ridge((to_channels @ moment @ to_channels.mH).real, ridge)
@@ -105,7 +105,7 @@ def _rows_by_kv_head(queries: Tensor, n_kv_heads: int) -> Tensor:
 
 def _with_ridge(moment: Tensor, ridge: float) -> Tensor:
     energy = moment.diagonal(dim1=-2, dim2=-1).mean(-1)  # (Hkv,)
-    identity = torch.eye(moment.shape[-1], dtype=moment.dtype)
+    identity = torch.eye(moment.shape[-1], dtype=moment.dtype, device="cpu")
     if not bool(energy.mean() > 0):
         return identity.expand_as(moment)
     metric = moment + (ridge * energy + FLOOR * energy.mean())[:, None, None] * identity

@@ -134,7 +134,7 @@ class ProductQuantizationSketch:
         """Bits of each sub-vector's code, at most a byte, as even as possible, not increasing."""
         n_bits = token_bits(self.bits_per_token, head_dim)
         n_parts = -(-n_bits // MAX_BITS)
-        return n_bits // n_parts + (torch.arange(n_parts) < n_bits % n_parts).long()
+        return n_bits // n_parts + (torch.arange(n_parts, device="cpu") < n_bits % n_parts).long()
 
     def _centroids(self, points: Tensor, n_centroids: int) -> Tensor:
         """Lloyd's iteration from randomly chosen points; a centroid that loses all its points stays where it is."""
@@ -152,7 +152,7 @@ class ProductQuantizationSketch:
     def _units(self):
         """(row, head, codes (n_parts, T), codebooks) of each KV head."""
         bits = self._split_bits(self._head_dim)
-        channels = torch.arange(self._head_dim).tensor_split(len(bits))
+        channels = torch.arange(self._head_dim, device="cpu").tensor_split(len(bits))
         widths = [len(part) for part in channels]
         sizes = [2**n * width for n, width in zip(bits.tolist(), widths, strict=True)]
         for row in range(self._planes.shape[0]):

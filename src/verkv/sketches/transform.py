@@ -165,11 +165,11 @@ class TransformSketch:
     def _phases(self, row: int, start: int, stop: int) -> Tensor:
         """exp(i position inv_freq) of tokens start .. stop - 1, (t, rotary_dim / 2), complex64.
 
-        Products of a coarse and a fine phase, each computed in float64: two small tables in place of a sine and a
-        cosine for each token and pair, which would have to be kept, and charged, or computed at every step.
+        Products of a coarse and a fine phase, with angles in float32 as in the model: two small tables in place of a
+        sine and a cosine for each token and pair, which would have to be kept, and charged, or computed at every step.
         """
         span, device = self._spans[row], self._planes.device
-        frequency = self.rotary.inv_freq.double()
+        frequency = self.rotary.inv_freq
         n_coarse = -(-(stop - start) // FINE)
         coarse = start - span.padding + span.first + FINE * torch.arange(n_coarse, device=device)
         fine = torch.arange(FINE, device=device)
