@@ -29,20 +29,21 @@ from verkv.replay import DecodeReplay
 
 EPSILONS = (0.01, 0.05, 0.1, 0.3)
 OUTPUT_EPSILONS = (0.1, 0.2, 0.3)
-COMMON = {"compression_ratio": 0.9375, "n_sink": 32, "n_local": 32, "shortlist": 32}
-PLAIN = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False}
+COMMON = {"compression_ratio": 0.9375, "n_sink": 32, "n_local": 32}
+PLAIN = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False, "shortlist": 32}
 # Name: options of VerKVPress. "paper" and "default" are the two main columns; the others change one thing.
 METHODS = {
-    "paper": {"paper": True},
+    "paper": {"paper": True, "shortlist": 32},
     "default": {},
     "exact sketch": {"sketch": "exact"},
     "blind": PLAIN,
-    "paper + mixture": {"paper": True, "alpha": 0.5},
+    "paper + mixture": {"paper": True, "alpha": 0.5, "shortlist": 32},
     "blind + mixture": PLAIN | {"alpha": 0.5},
     "blind + transform sketch": PLAIN | {"sketch": "transform"},
     "blind + outliers": PLAIN | {"outliers": 0.004},
     "blind + moments": PLAIN | {"error_aware": True},
     "blind + keys first": PLAIN | {"key_rounds": 1},
+    "default + shortlist": {"shortlist": 32},
     "default + moments everywhere": {"error_aware": True},
     "default + moments + keys first": {"error_aware": True, "key_rounds": 1},
     "default, calibrated D": {"calibrate": "layer"},
@@ -289,8 +290,61 @@ def markdown(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
+# Colours of Okabe and Ito, which differ for colour-blind readers, too; each line also has a marker of its own.
+STYLES = {
+    "paper": ("#D55E00", "o", "as published (2-bit sketch)"),
+    "blind": ("#E69F00", "v", "blind plan alone"),
+    "default": ("#0072B2", "s", "VerKV, default"),
+    "default, calibrated D": ("#56B4E9", "D", "VerKV, calibrated denominator"),
+    "exact sketch": ("#000000", "x", "exact sketch (oracle)"),
+    "calibrated output": ("#009E73", "^", "VerKV, calibrated output"),
+    "bounded output": ("#CC79A7", "P", "VerKV, bounded output"),
+}
+
+
+def plot(lines: list[dict], path: Path) -> None:
+    """Violations and traffic against the tolerance, output error against traffic; SVG and PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13.5, 4.2), layout="constrained")
+    for method, (colour, marker, label) in STYLES.items():
+        chosen = [line for line in lines if line["method"] == method and line["delta"] == 0.1]
+        by_epsilon = {e: [x for x in chosen if x["epsilon"] == e] for e in sorted({x["epsilon"] for x in chosen})}
+        if not by_epsilon:
+            continue
+        style = {"color": colour, "marker": marker, "label": label, "linewidth": 1.5, "markersize": 5}
+        read = [mean(ls, "kv_read") for ls in by_epsilon.values()]
+        if method not in OUTPUT_METHODS:
+            rates = [rate_with_interval(ls, "denominator_violations") for ls in by_epsilon.values()]
+            middle, low, high = (torch.tensor(r).clamp_min(1e-5) for r in zip(*rates, strict=True))
+            axes[0].errorbar(list(by_epsilon), middle, [middle - low, high - middle], capsize=2, **style)
+            axes[1].plot(list(by_epsilon), read, **style)
+        axes[2].plot(read, [output_quantile(ls, 0.9) for ls in by_epsilon.values()], **style)
+    axes[0].axhline(0.1, color="grey", linestyle="--", linewidth=1)
+    axes[0].text(0.3, 0.105, "delta", color="grey", va="bottom", ha="right")
+    labels = [
+        ("tolerance epsilon of the denominator", "decisions that exceed epsilon (share; none: 1e-5)"),
+        ("tolerance epsilon of the denominator", "KV read per token (share of the cache)"),
+        ("KV read per token (share of the cache)", "output error, 90th percentile (relative)"),
+    ]
+    for axis, (x_label, y_label) in zip(axes, labels, strict=True):
+        axis.set(xscale="log", yscale="log", xlabel=x_label, ylabel=y_label)
+        axis.grid(True, which="major", alpha=0.3)
+    axes[0].set_ylim(bottom=8e-6)
+    handles = {}
+    for axis in axes:
+        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    for suffix in (".svg", ".png"):
+        figure.savefig(path.with_suffix(suffix), dpi=150)
+    plt.close(figure)
+
+
 def main() -> None:
-    """Run all settings, print the table."""
+    """Run all settings, print the table, draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: the demo model")
     parser.add_argument("--kinds", nargs="+", default=["prose", "code", "records"])
@@ -304,7 +358,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("experiments/results/adherence.jsonl"))
     parser.add_argument("--prefixes", type=Path, default=Path("experiments/results/prefixes"))
     options = parser.parse_args()
-    print(markdown(run(options)))
+    lines = run(options)
+    print(markdown(lines))
+    plot(lines, options.output)
 
 
 if __name__ == "__main__":

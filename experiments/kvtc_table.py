@@ -163,11 +163,9 @@ def markdown(lines: list[dict]) -> str:
     for line in (line for line in lines if line["kind"] == "error"):
         key = tuple(line[name] for name in ("domain", "ratio", "mode"))
         same = [x for x in likelihoods if tuple(x[name] for name in ("domain", "ratio", "mode")) == key]
-        mean = {
-            name: sum(x[name] for x in same) / max(1, len(same))
-            for name in ("dnll", "dnll_variance", "kl", "same_top1", "paper_ratio", "stored_ratio")
-        }
-        standard_error = (mean["dnll_variance"] / max(1, len(same))) ** 0.5
+        names = ("dnll", "kl", "same_top1", "paper_ratio", "stored_ratio")
+        mean = {name: sum(x[name] for x in same) / max(1, len(same)) for name in names}
+        standard_error = sum(x.get("dnll_variance", 0.0) for x in same) ** 0.5 / max(1, len(same))
         column = MODES.index(line["mode"])
         k_limit, v_limit, nll_limit = LIMITS[line["ratio"]]
         limits = [f" (≤ {limit:g})" for limit in (k_limit[column], v_limit[column], nll_limit)]
@@ -181,7 +179,7 @@ def markdown(lines: list[dict]) -> str:
             f"{line['v_error']:.4f}{limits[1]}",
             f"{line['k_centred_error']:.3f}",
             f"{line['v_centred_error']:.3f}",
-            f"{mean['dnll']:+.4f} ± {standard_error:.4f}{limits[2]}" if same else "–",
+            f"{mean['dnll']:+.4f}{f' ± {standard_error:.4f}' if standard_error else ''}{limits[2]}" if same else "–",
             f"{mean['kl']:.4f}" if same else "–",
             f"{mean['same_top1']:.1%}" if same else "–",
             f"{mean['paper_ratio']:.1f}" if same else "–",

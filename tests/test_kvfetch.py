@@ -49,6 +49,62 @@ def test_decision_is_the_composition_of_the_estimators(shrinkage, epsilon):
     assert 0 < decision.n_promoted.sum() < N * R * T
 
 
+@pytest.mark.parametrize("shrinkage", ["binary", "optimal"])
+def test_long_rows_give_the_reference_in_linear_time(monkeypatch, shrinkage):
+    """Their float32 plan may promote a few tokens more, never fewer."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(N, R, kvfetch.LEAST_FOR_LINEAR, generator=generator)
+    tail_lse, r = (
+        torch.randn(N, R, generator=generator),
+        torch.rand(N, logits.shape[-1], generator=generator) * 0.9 + 0.05,
+    )
+    linear = decided((logits, tail_lse, r, r < 1), epsilon=0.05, shrinkage=shrinkage)
+    monkeypatch.setattr(kvfetch, "LEAST_FOR_LINEAR", 2**30)
+    sorting = decided((logits, tail_lse, r, r < 1), epsilon=0.05, shrinkage=shrinkage)
+    more = linear.n_promoted - sorting.n_promoted
+    assert (more >= 0).all() and (more <= 3).all() and (sorting.n_promoted > 20).all()
+    assert ((linear.promoted ^ sorting.promoted).sum(-1) <= more + 2).all()  # equal drops may change places
+    assert_close(linear.error_bound, sorting.error_bound, rtol=1e-3, atol=0)
+    assert_close(linear.shrinkage, sorting.shrinkage)
+
+
+def test_each_row_has_its_own_tolerance():
+    problem = make_problem()
+    epsilon = torch.linspace(0.02, 0.5, N * R).view(N, R)
+    each = decide(*problem, FetchConfig(0.1), epsilon=epsilon)
+    for unit in range(N):
+        for row in range(R):
+            alone = decided(problem, epsilon=float(epsilon[unit, row]))
+            assert torch.equal(each.promoted[unit, row], alone.promoted[unit, row])
+
+
+def test_unknown_weights_enter_with_their_moments():
+    """E[w] in the denominator, E[w^2]^(1/2) everywhere else, and exact weights where they are known."""
+    logits, tail_lse, r, residual = make_problem()
+    unknown = residual & (torch.arange(T) % 2 == 0)
+    variance = torch.linspace(0.0, 1.5, N * R).view(N, R)
+    decision = decide(logits, tail_lse, r, residual, FetchConfig(0.1), unknown=unknown, logit_variance=variance)
+    for unit in range(N):
+        for row in range(R):
+            exact, s = logits[unit, row].double().exp(), float(variance[unit, row])
+            first = torch.where(unknown[unit], exact * torch.e ** (s / 2), exact)
+            second = torch.where(unknown[unit], exact * torch.e**s, exact)
+            denominator = first.sum() + tail_lse[unit, row].double().exp()
+            lam = binary_shrinkage(second, r[unit].double(), residual[unit])
+            plan = fetch_plan(second, r[unit].double(), lam, residual[unit], denominator, 0.1, 0.1)
+            assert torch.equal(decision.promoted[unit, row], plan.promoted)
+            assert_close(decision.error_bound[unit, row].double(), plan.error_bound, atol=0, rtol=1e-4)
+
+
+def test_a_variance_too_large_for_any_bound_promotes_everything():
+    """An overflowing moment must not pass for a certificate."""
+    logits, tail_lse, r, residual = make_problem()
+    for variance in (200.0, float("inf"), float("nan")):
+        rows = torch.full((N, R), variance)
+        decision = decide(logits, tail_lse, r, residual, FetchConfig(0.1), unknown=residual, logit_variance=rows)
+        assert torch.equal(decision.promoted, residual[:, None].expand_as(decision.promoted))
+
+
 def test_a_common_shift_changes_nothing():
     logits, tail_lse, r, residual = make_problem()
     base = decided((logits, tail_lse, r, residual), epsilon=0.1)

@@ -57,6 +57,58 @@ def weighted_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, 
     return output, lse
 
 
+def allowed_tokens(mask: Tensor | None, n_total: int) -> Tensor | None:
+    """Which tokens each query may see, from any mask transformers makes.
+
+    Parameters
+    ----------
+    mask : Tensor or None
+        Padding (B, T), or (B or 1, 1, Tq, T), bool or additive; None if nothing is masked but the future.
+    n_total : int
+        Tokens there are; a longer mask is cut.
+
+    Returns
+    -------
+    Tensor, shape (B or 1, Tq or 1, n_total), bool, or None
+
+    Raises
+    ------
+    NotImplementedError
+        For other forms, and masks that add finite values.
+    ValueError
+        If the mask is too short.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise NotImplementedError(
+            f"attention_mask of type {type(mask).__name__} is not supported after sealing; load the model with "
+            f"attn_implementation='sdpa', 'eager' or 'flash_attention_2'"
+        )
+    if mask.dim() == 2:
+        mask = mask[:, None]
+    elif mask.dim() == 4 and mask.shape[1] == 1:
+        mask = mask[:, 0]
+    else:
+        raise NotImplementedError(f"attention_mask of shape {tuple(mask.shape)} is not supported after sealing")
+    if mask.shape[-1] < n_total:
+        raise ValueError(
+            f"attention_mask covers {mask.shape[-1]} tokens, but context and new tokens are {n_total}; pass the mask "
+            f"of the whole sequence"
+        )
+    mask = mask[..., :n_total]
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.is_floating_point():
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((hidden | (mask == 0)).all()):
+            raise NotImplementedError(
+                "attention_mask adds finite values to logits; after sealing it can only hide tokens (0 or the minimum)"
+            )
+        return ~hidden
+    return mask != 0
+
+
 class SealedHandle(torch.Tensor):
     """The keys (or values) a sealed layer returns from ``update``: the tail, with a reference to the layer.
 

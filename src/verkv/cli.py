@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--alpha", type=float, help="defensive mixture of the scores; default: 0.5, 0 as published")
     demo.add_argument("--n-sink", type=int, default=32, help="leading tokens always kept")
     demo.add_argument("--n-local", type=int, default=32, help="trailing context tokens always kept")
-    demo.add_argument("--shortlist", type=int, default=32, help="keys per KV head and step that are scored exactly")
+    demo.add_argument("--shortlist", type=int, default=32, help="keys read to plan, as published")
     demo.add_argument("--max-new-tokens", type=int, default=10, help="length of an answer")
     demo.add_argument("--seed", type=int, default=0, help="of the context and of the draw")
     demo.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")

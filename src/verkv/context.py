@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verkv.attention import weighted_attention
+from verkv.attention import allowed_tokens, weighted_attention
 from verkv.estimators.sampling import LEVELS_PER_OCTAVE
 from verkv.kvfetch import FetchConfig, OutputContext, row_chunks
 from verkv.planning import KeyPool, Planner, QueryRows
@@ -325,7 +325,7 @@ class SealedContext:
         """Additive mask of the tail for every row, (N, beams, G * Tq, t)."""
         batch, n_heads, n_queries, _ = query.shape
         causal = torch.ones(n_queries, n_tail, dtype=torch.bool, device=query.device).tril(n_tail - n_queries)
-        allowed = _allowed(mask, self.n_tokens + n_tail)
+        allowed = allowed_tokens(mask, self.n_tokens + n_tail)
         if allowed is None:
             tail_allowed = causal
         else:
@@ -383,7 +383,7 @@ class SealedContext:
         return torch.cat(outputs, 2)
 
     def _answer_violations(self, output: Tensor, exact: Tensor, record: LayerRecord) -> Tensor:
-        """What ``on_violation`` says about decisions whose true error exceeds the tolerance; the output to go on with."""
+        """The output to go on with, where ``on_violation`` says what to do about errors above the tolerance."""
         if self.on_violation is None or self.fetch is None:
             return output
         name = "relative_error" if self.violation_target == "denominator" else "output_error"
@@ -486,36 +486,3 @@ def _once(score: Callable[[slice], Tensor], chunk: slice) -> Callable[[slice], T
     """The score of the only chunk, computed now."""
     logits = score(chunk)
     return lambda _: logits
-
-
-def _allowed(mask: Tensor | None, n_total: int) -> Tensor | None:
-    """Which tokens each query may see, (B or 1, Tq or 1, T + t) bool, from any mask transformers makes."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor):
-        raise NotImplementedError(
-            f"attention_mask of type {type(mask).__name__} is not supported after sealing; load the model with "
-            f"attn_implementation='sdpa', 'eager' or 'flash_attention_2'"
-        )
-    if mask.dim() == 2:
-        mask = mask[:, None]
-    elif mask.dim() == 4 and mask.shape[1] == 1:
-        mask = mask[:, 0]
-    else:
-        raise NotImplementedError(f"attention_mask of shape {tuple(mask.shape)} is not supported after sealing")
-    if mask.shape[-1] < n_total:
-        raise ValueError(
-            f"attention_mask covers {mask.shape[-1]} tokens, but context and new tokens are {n_total}; pass the mask "
-            f"of the whole sequence"
-        )
-    mask = mask[..., :n_total]
-    if mask.dtype == torch.bool:
-        return mask
-    if mask.is_floating_point():
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        if not bool((hidden | (mask == 0)).all()):
-            raise NotImplementedError(
-                "attention_mask adds finite values to logits; after sealing it can only hide tokens (0 or the minimum)"
-            )
-        return ~hidden
-    return mask != 0

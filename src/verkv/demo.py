@@ -237,14 +237,13 @@ def _presses(settings: DemoSettings) -> dict:
     verified = sampled | {
         "epsilon": settings.epsilon,
         "delta": settings.delta,
-        "shortlist": settings.shortlist,
         "record_bounds": True,
     }
     return {
         "dense": None,
         "KVzip top-k": KVzipPress(compression_ratio=settings.compression_ratio, audit=True),
         "PoissonComp": PoissonCompPress(KVzipPress(), alpha=settings.alpha or 0.0, **sampled),
-        "VerKV as published": VerKVPress(KVzipPress(), paper=True, **verified),
+        "VerKV as published": VerKVPress(KVzipPress(), paper=True, shortlist=settings.shortlist, **verified),
         "VerKV": VerKVPress(KVzipPress(), alpha=settings.alpha, **verified),
         "VerKV, exact sketch": VerKVPress(KVzipPress(), sketch="exact", alpha=settings.alpha, **verified),
     }
@@ -360,8 +359,7 @@ def _print_task(settings: DemoSettings, model, context_ids, task: Task) -> None:
     print(f"Expected   {task.answer}")
     print(
         f"Setting    {1 / (1 - settings.compression_ratio):.3g}x compression, epsilon {settings.epsilon:g}, delta "
-        f"{settings.delta:g}, {settings.n_sink} sinks, {settings.n_local} local tokens, "
-        f"shortlist {settings.shortlist}",
+        f"{settings.delta:g}, {settings.n_sink} sinks, {settings.n_local} local tokens",
         flush=True,
     )
 

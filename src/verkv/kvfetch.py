@@ -14,7 +14,7 @@ from torch import Tensor
 from verkv.checks import check_count
 from verkv.estimators.certificate import check_delta
 from verkv.estimators.distances import value_distances
-from verkv.estimators.fetching import check_epsilon
+from verkv.estimators.fetching import check_epsilon, fetch_plan
 from verkv.estimators.linear_plan import linear_plan
 from verkv.estimators.output_bound import output_fetch_plan
 from verkv.estimators.shrinkage import binary_shrinkage, optimal_shrinkage
@@ -24,6 +24,9 @@ SHRINKAGE_RULES = ("binary", "optimal")
 # Query rows are planned and attended to in chunks of at most this many (row, token) pairs: 64 MB per temporary. Only
 # the log-weights of the resident rows are kept for all query rows of a pass.
 MAX_PLANNED_PAIRS = 2**24
+
+# On a CPU, sorting shorter rows is faster than the many small steps of the linear plan.
+LEAST_FOR_LINEAR = 2048
 
 
 @dataclass(frozen=True)
@@ -204,9 +207,16 @@ def decide(
 
     epsilon = config.epsilon if epsilon is None else epsilon
     r, residual = inclusion_probs[:, None, :], residual[:, None, :]  # not expanded: the query heads share what they can
-    shrinkage = None if config.shrinkage == "binary" else optimal_shrinkage(weights, r, residual)
-    plan = linear_plan(weights, r, residual, denominator, epsilon, config.delta, shrinkage)
-    return Decision(plan.shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
+    if weights.is_cpu and weights.shape[-1] < LEAST_FOR_LINEAR:
+        r, residual = r.expand_as(weights), residual.expand_as(weights)
+        rule = binary_shrinkage if config.shrinkage == "binary" else optimal_shrinkage
+        shrinkage = rule(weights, r, residual)
+        plan = fetch_plan(weights, r, shrinkage, residual, denominator, epsilon, config.delta)
+    else:
+        shrinkage = None if config.shrinkage == "binary" else optimal_shrinkage(weights, r, residual)
+        plan = linear_plan(weights, r, residual, denominator, epsilon, config.delta, shrinkage)
+        shrinkage = plan.shrinkage
+    return Decision(shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
 
 
 def _decide_output(

@@ -89,6 +89,11 @@ def rotary_dim(config) -> int:
     return int(_head_dim(text) * factor)
 
 
+def has_rotary(config) -> bool:
+    """Whether a model's config speaks of RoPE."""
+    return bool(_rope_parameters(config.get_text_config(decoder=True)).get("rope_theta"))
+
+
 def rotary_from_config(config) -> Rotary:
     """The rotation of a model's full-attention layers, from its config.
 
@@ -110,7 +115,7 @@ def rotary_from_config(config) -> Rotary:
 
     text = config.get_text_config(decoder=True)
     rope = _rope_parameters(text)
-    if not rope.get("rope_theta"):
+    if not has_rotary(config):
         raise ValueError(f"the config of {text.model_type!r} has no rope_theta: its keys carry no RoPE to undo")
     rope_type = rope.get("rope_type", "default")
     if rope_type in LENGTH_DEPENDENT:

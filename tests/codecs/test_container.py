@@ -68,7 +68,7 @@ def test_what_was_written_is_read(path):
 def test_every_truncation_is_noticed(path):
     for length in reversed(range(path.stat().st_size)):
         os.truncate(path, length)
-        with pytest.raises(CodecError):
+        with pytest.raises(CodecError, match="truncated" if length > 3 else "not a stored context|truncated"):
             Container(path)
 
 

@@ -1,10 +1,10 @@
 // Runs CUDA C++ kernels, as they are, on one CPU thread. For tests only.
 //
 // Each thread of a block is a fiber with a stack of its own. A barrier, shuffle or ballot is a real rendezvous, so
-// removing a barrier changes what a kernel computes. Blocks run one after another in a shuffled order. Within a block, warps take
-// turns in a shuffled order and each runs as far as it can alone, which is the interleaving that a missing barrier
-// fears most; so do the lanes of a warp. Shared memory is filled with a pattern before each block, so a read of what
-// nothing wrote shows. A rendezvous that not all threads reach is reported as a deadlock.
+// removing a barrier changes what a kernel computes. Blocks run one after another in a shuffled order. Within a block,
+// warps take turns in a shuffled order and each runs as far as it can alone, which is the interleaving that a missing
+// barrier fears most; so do the lanes of a warp. Shared memory is filled with a pattern before each block, so a read of
+// what nothing wrote shows. A rendezvous that not all threads reach is reported as a deadlock.
 //
 // Not emulated: memory ordering between blocks, alignment faults, the rounding of fast mathematics, speed.
 #pragma once

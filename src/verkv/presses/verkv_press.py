@@ -12,14 +12,14 @@ from verkv.presses.poissoncomp_press import PoissonCompPress
 from verkv.presses.prompt import Prompt
 from verkv.presses.queries import Queries
 from verkv.presses.tolerance import SCOPES, TARGETS, ToleranceCalibration, split_queries
-from verkv.rotary import rotary_dim, rotary_from_config
+from verkv.rotary import Rotary, has_rotary, rotary_dim, rotary_from_config
 from verkv.sketches import ExactSketch, RopePairSketch, Sketch
 from verkv.sketches.fit import FittedSketch, fit_sketch
 from verkv.stats import FetchStats
 
 # Sketches by name, made for a model's config.
 SKETCHES = {
-    "transform": lambda config: sketches.TransformSketch(rotary=rotary_from_config(config)),
+    "transform": lambda config: sketches.TransformSketch(rotary=_rotary(config)),
     "rope_pair": lambda config: RopePairSketch(rotary_dim=rotary_dim(config)),
     "query_pca": lambda config: sketches.QueryPCASketch(),
     "page_minmax": lambda config: sketches.PageMinMaxSketch(),
@@ -29,8 +29,8 @@ SKETCHES = {
 OUTLIERS_OF_BUDGET = 0.1  # at most, of the tokens that the budget pays for beyond the protected ones
 N_QUERIES = 128  # positions at the end of the prompt whose queries are kept until it is sealed
 
-MEASURED_BEST = {"alpha": 0.5, "sketch": "transform", "outliers": 0.001, "error_aware": "auto"}
-PAPER = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False}
+MEASURED_BEST = {"alpha": 0.5, "sketch": "transform", "outliers": 0.001, "error_aware": "auto", "shortlist": 0}
+PAPER = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False, "shortlist": 128}
 
 # Below this variance of a KV head's sketched logits, planning with its moments changes no violation rate measured
 # (``docs/results/adherence.md``) and reads more.
@@ -77,8 +77,9 @@ class VerKVPress(PoissonCompPress):
         queries. Default "auto"; False with ``paper=True``.
     key_rounds : int >= 0
         How often the keys of promoted tokens are read and the plan is made again, before any value is read.
-    shortlist : int >= 0
+    shortlist : int >= 0, optional
         Keys per KV head and forward pass that are read and scored exactly before planning (not with the exact sketch).
+        Default 0; 128 with ``paper=True``.
     shrinkage : {"binary", "optimal"}
         Appendix A.2 or Definition 2.
     max_read : float in (0, 1]
@@ -118,7 +119,7 @@ class VerKVPress(PoissonCompPress):
     outliers: float | None = None
     error_aware: bool | str | None = None
     key_rounds: int = 0
-    shortlist: int = 128
+    shortlist: int | None = None
     shrinkage: str = "binary"
     max_read: float = 1.0
     target: str = "denominator"
@@ -164,7 +165,7 @@ class VerKVPress(PoissonCompPress):
         return FetchConfig(
             self.epsilon,
             self.delta,
-            self.shortlist,
+            self._option("shortlist"),
             self.shrinkage,
             self.paper,
             key_rounds=self.key_rounds,
@@ -189,7 +190,7 @@ class VerKVPress(PoissonCompPress):
         if isinstance(sketch, RopePairSketch) and sketch.rotary_dim is None:
             return dataclasses.replace(sketch, rotary_dim=rotary_dim(model.config))
         if isinstance(sketch, sketches.TransformSketch) and sketch.rotary is None:
-            return dataclasses.replace(sketch, rotary=rotary_from_config(model.config))
+            return dataclasses.replace(sketch, rotary=_rotary(model.config))
         return sketch
 
     @property
@@ -246,3 +247,8 @@ class VerKVPress(PoissonCompPress):
         if self.paper:
             notes.append("paper=True: the plan uses the exact weights of sampled tokens and so depends on the draw")
         return notes
+
+
+def _rotary(config) -> Rotary | None:
+    """The model's rotation, None if it has none; raises ValueError for one that depends on the length."""
+    return rotary_from_config(config) if has_rotary(config) else None
