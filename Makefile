@@ -15,9 +15,9 @@ DOCTESTS := --doctest-modules src/verkv/estimators src/verkv/sketches
 TESTS := $(DOCTESTS) tests
 # What needs no KVPress. Files and cells that do (all presses, hybrid models) are here to be listed as skipped, with the
 # reason.
-NEWEST_TESTS := $(DOCTESTS) tests/estimators tests/sketches tests/matrix tests/lifecycle tests/presses \
+NEWEST_TESTS := $(DOCTESTS) tests/estimators tests/sketches tests/cuda tests/matrix tests/lifecycle tests/presses \
     $(patsubst %,tests/test_%.py, \
-    adapters attention cache context hybrid kvfetch members package quantised_models stats tiers window)
+    adapters attention cache context hybrid kvfetch members package quantised_models replay rotary stats tiers window)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model kvpress-tests demo test test-fast test-newest test-gpu lint format wheel clean
