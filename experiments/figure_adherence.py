@@ -46,7 +46,7 @@ METHODS = {
     "default + shortlist": {"shortlist": 32},
     "default + moments everywhere": {"error_aware": True},
     "default + moments + keys first": {"error_aware": True, "key_rounds": 1},
-    "default, calibrated D": {"calibrate": "layer"},
+    "default, calibrated D": {"target": "denominator", "calibrate": "layer"},
     "default, 2-bit sketch": {"sketch": "rope_pair"},
     "calibrated output": {"target": "output", "calibrate": "layer"},
     "bounded output": {"target": "output"},
@@ -120,6 +120,7 @@ def replayed(model, prefix: Prefix, steps, press: VerKVPress) -> dict:
         found.append(replay.errors(press.epsilon if tolerances is None else tolerances))
     errors = {name: torch.stack([getattr(x, name) for x in found]).flatten() for name in ("denominator", "output")}
     errors["kv_read"] = float(torch.stack([x.kv_read for x in found]).mean())
+    errors["exact_rate"] = sum(x.exact_rate for x in found) / len(found)
     if found[0].output_bound is not None:
         errors["output_bound"] = torch.stack([x.output_bound for x in found]).flatten()
     return errors | {"report": press.memory_report()}
@@ -150,6 +151,7 @@ def result(errors: dict, epsilon: float) -> dict:
         "denominator_violations": int((errors["denominator"] > epsilon).sum()),
         "output_violations": int((output > epsilon).sum()),
         "kv_read": errors["kv_read"],
+        "exact_rate": errors["exact_rate"],
         "output_error_histogram": [int(n) for n in histogram],
         "resident_share": report.resident_share,
         "uncharged_bytes": sum(report.device_uncharged.values()) - report.device_uncharged.get("tail", 0),

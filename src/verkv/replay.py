@@ -26,6 +26,8 @@ class DecodeErrors:
         ||o^ - o|| / ||o||.
     kv_read : Tensor, shape (C, M)
         Bytes read from the host over bytes of the context.
+    exact_rate : float
+        Share of (KV head, position) pairs for which everything is read.
     output_bound : Tensor, optional
         With ``target="output"``: what the plan promised of the output's error.
     """
@@ -33,6 +35,7 @@ class DecodeErrors:
     denominator: Tensor
     output: Tensor
     kv_read: Tensor
+    exact_rate: float
     output_bound: Tensor | None = None
 
 
@@ -130,6 +133,7 @@ class DecodeReplay:
             self._by_query((relative - 1.0).abs()),
             self._by_query((estimated - exact).norm(dim=-1) / norm),
             self._kv_read(plan),
+            float(plan.is_exact.float().mean()),
             None if output is None else self._by_query(decision.planned_bound / norm),
         )
 

@@ -74,6 +74,13 @@ def test_heads_of_a_scope_share_a_tolerance(tiny_model, scope, target):
     assert torch.isfinite(decode(model, ids[:, :1], cache)).all()
 
 
+def test_a_calibrated_press_keeps_the_output_unless_told_otherwise():
+    assert VerKVPress(KnormPress(), 0.5)._target() == "denominator"
+    assert VerKVPress(KnormPress(), 0.5, calibrate="layer")._target() == "output"
+    assert VerKVPress(KnormPress(), 0.5, calibrate="layer", target="denominator")._target() == "denominator"
+    assert VerKVPress(KnormPress(), 0.5, paper=True)._target() == "denominator"
+
+
 @torch.no_grad()
 def test_calibrated_decode_steps_use_their_heads_tolerance(tiny_model):
     """The tolerance of a head decides what it promotes: at a huge one nothing, at a tiny one everything it may."""

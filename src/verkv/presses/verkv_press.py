@@ -84,8 +84,10 @@ class VerKVPress(PoissonCompPress):
         Appendix A.2 or Definition 2.
     max_read : float in (0, 1]
         Share of a KV head's context above which its plan is not followed: everything is read and the step is exact.
-    target : {"denominator", "output"}
-        Whose relative error is to stay within ``epsilon``: the softmax denominator's, or the attention output's.
+    target : {"denominator", "output"}, optional
+        Whose relative error is to stay within ``epsilon``: the softmax denominator's, or the attention output's. By
+        default the denominator's, as in the paper; with ``calibrate`` the output's, whose error is smaller at equal
+        traffic.
     calibrate : {"head", "layer", "model"}, optional
         Find the tolerance of the plan from true errors on the prompt's last queries (split conformal), for each query
         head or pooled: the target's error then exceeds ``epsilon`` with probability at most ``delta`` on average over
@@ -122,7 +124,7 @@ class VerKVPress(PoissonCompPress):
     shortlist: int | None = None
     shrinkage: str = "binary"
     max_read: float = 1.0
-    target: str = "denominator"
+    target: str | None = None
     calibrate: str | None = None
     on_violation: str | None = None
     paper: bool = False
@@ -136,7 +138,7 @@ class VerKVPress(PoissonCompPress):
             raise ValueError(f"outliers must be a number in [0, 1), got {share!r}: it is a share of the tokens")
         if self._option("error_aware") not in (True, False, "auto"):
             raise ValueError(f"error_aware must be True, False or 'auto', got {self.error_aware!r}")
-        if self.target not in TARGETS:
+        if self.target is not None and self.target not in TARGETS:
             raise ValueError(f"target must be one of {list(TARGETS)}, got {self.target!r}")
         if self.calibrate is not None and self.calibrate not in SCOPES:
             raise ValueError(f"calibrate must be None or one of {list(SCOPES)}, got {self.calibrate!r}")
@@ -144,7 +146,7 @@ class VerKVPress(PoissonCompPress):
             raise ValueError(f"on_violation must be None, 'exact', 'warn' or 'raise', got {self.on_violation!r}")
         if self.on_violation is not None and not self.audit:
             raise ValueError("on_violation needs audit=True: without an audit true errors are not known")
-        if self.paper and (self.calibrate or self.target != "denominator"):
+        if self.paper and (self.calibrate or self._target() != "denominator"):
             raise ValueError("target and calibrate must be left as they are with paper=True: the paper has neither")
         sketch = self._option("sketch")
         is_sketch = hasattr(sketch, "build") and hasattr(sketch, "logits") and not isinstance(sketch, type)
@@ -157,6 +159,11 @@ class VerKVPress(PoissonCompPress):
         if value is not None:
             return value
         return (PAPER if self.paper else MEASURED_BEST)[name]
+
+    def _target(self) -> str:
+        if self.target is not None:
+            return self.target
+        return "denominator" if self.calibrate is None else "output"
 
     def _mixture(self) -> float:
         return self._option("alpha")
@@ -175,10 +182,10 @@ class VerKVPress(PoissonCompPress):
 
     def _bounds_output(self) -> bool:
         """Whether the output's own bound is planned with; calibrated tolerances are the denominator's."""
-        return self.target == "output" and self.calibrate is None
+        return self._target() == "output" and self.calibrate is None
 
     def _violation_options(self) -> dict[str, str | None]:
-        return {"on_violation": self.on_violation, "violation_target": self.target}
+        return {"on_violation": self.on_violation, "violation_target": self._target()}
 
     def _bytes_per_token(self) -> int:
         return 2 if self._bounds_output() else 1
@@ -221,7 +228,7 @@ class VerKVPress(PoissonCompPress):
     def _after_sealing(self, cache, prompt: Prompt, queries: Queries, layers: list[int]) -> list[str]:
         if self.calibrate is None:
             return []
-        calibration = ToleranceCalibration(self.epsilon, self.delta, self.target, self.calibrate, self.n_local)
+        calibration = ToleranceCalibration(self.epsilon, self.delta, self._target(), self.calibrate, self.n_local)
         calibrating = {i: split_queries(query)[1] for i, query in queries.items()}
         contexts = {i: cache.layers[i].context for i in layers}
         calibration.run(contexts, calibrating, n_first=self.n_sink + self.n_local)
