@@ -385,6 +385,18 @@ def test_violating_decisions_get_the_exact_output(target, beams, queries):
     assert context.stats.passes[0][0].violations == int(violated.sum())
 
 
+def test_a_nan_keeps_no_tolerance():
+    p, codes = make_problem(2, beams=1, queries=1), make_codes()
+    p.query[0, 0, 0, 3] = torch.inf
+    context = sealed(p, codes, beams=1, fetch=FetchConfig(0.3), sketch=ExactSketch(), audit=True, on_violation="raise")
+    with pytest.raises(ToleranceViolation):
+        attend(context, p)
+    context.on_violation = None
+    attend(context, p)
+    n_bad = int((~torch.isfinite(context.stats.relative_errors())).sum())
+    assert n_bad > 0 and context.stats.violation_rate(1e9) == pytest.approx(n_bad / 12)
+
+
 def test_violations_warn_or_raise():
     p, codes = make_problem(2, beams=1, queries=1), make_codes()
     options = {"fetch": FetchConfig(1e-3, shortlist=0), "sketch": RopePairSketch(), "audit": True, "beams": 1}

@@ -118,6 +118,16 @@ def test_a_tolerance_for_each_head():
     assert not torch.allclose(found.denominator, replay.errors(0.4).denominator)
 
 
+def test_the_outputs_tolerance_decides_what_is_read():
+    p, positions = make_problem(), T + torch.arange(TAIL)
+    context = sealed(p, CONFIGS["output"], RopePairSketch(group_size=16))
+    replay = DecodeReplay(context, p.queries * SCALING, positions, 0, p.tail)
+    read = [float(replay.errors(tolerance).kv_read.mean()) for tolerance in (1e-6, 6.0, 1e6)]
+    assert read[0] > read[1] > read[2]
+    by_head = replay.errors(torch.full((CONTEXTS, HEADS * GROUP), 6.0))
+    assert float(by_head.kv_read.mean()) == read[1] and replay.errors(1e-6).exact_rate == 1.0
+
+
 class Cut(RopePairSketch):
     """A sketch that was built on more tokens than it scores."""
 

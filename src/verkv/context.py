@@ -1,5 +1,6 @@
 """One layer's sealed context: what is kept where, and attention over it with or without KVFetch."""
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -232,6 +233,7 @@ class SealedContext:
         error = self.sketch_error and self.sketch_error.flat()
         planner = Planner(self.codes, resident_k, is_row, read_keys, self.fetch, self.sketch.is_oracle, error, scaling)
         score = self._scorer(rows, chunks)
+        output = self._output_context(planner, resident_v)
         plan = planner.run(
             [
                 QueryRows(
@@ -239,7 +241,7 @@ class SealedContext:
                     functools.partial(score, chunk),
                     torch.logsumexp(tail[0][:, :, chunk], dim=-1).flatten(1),
                     self._tolerances(rows.shape[2], chunk),
-                    output=self._output_context(planner, resident_v, tail, chunk),
+                    output=output and dataclasses.replace(output, tail_offset=self._tail_offset(tail, chunk)),
                 )
                 for chunk in chunks
             ]
@@ -272,20 +274,21 @@ class SealedContext:
             record.output_bound = torch.cat([split(decision.planned_bound) for decision in plan.decisions], 2)
         return _Promotion(log_weights, units, keys, values)
 
-    def _output_context(
-        self, planner: Planner, resident_v: Tensor, tail: tuple[Tensor, Tensor], chunk: slice
-    ) -> OutputContext | None:
-        """What bounding the output needs, where that is the target."""
+    def _output_context(self, planner: Planner, resident_v: Tensor) -> OutputContext | None:
+        """What bounding the output needs, where that is the target; the tail's part differs between chunks."""
         if self.value_norms is None:
             return None
         centre = self.value_norms.centre
         certain = ~planner.residual & ~planner.absent
         is_certain = certain.gather(1, planner.slot_positions) & planner.is_row
         certain_v = torch.where(is_certain[..., None], resident_v.float() - centre[:, None], 0.0)
+        return OutputContext(self.value_norms.decode(), centre, certain, certain_v, planner.slot_positions, certain_v)
+
+    def _tail_offset(self, tail: tuple[Tensor, Tensor], chunk: slice) -> Tensor:
+        """Attention over the tail alone, minus the centre, (N, R, dv); 0 where there is no tail."""
         tail_output, tail_lse = weighted_attention([(tail[0][:, :, chunk], tail[1])])  # (N, beams, R, dv)
         has_tail = torch.isfinite(tail_lse)[..., None]
-        offset = torch.where(has_tail, tail_output - centre[:, None, None], 0.0).flatten(1, 2)
-        return OutputContext(self.value_norms.decode(), centre, certain, certain_v, planner.slot_positions, offset)
+        return torch.where(has_tail, tail_output - self.value_norms.centre[:, None, None], 0.0).flatten(1, 2)
 
     def _fetched_keys(
         self, pool: KeyPool, units: Tensor, positions: Tensor, resident_k: Tensor, record: LayerRecord
@@ -387,7 +390,7 @@ class SealedContext:
         if self.on_violation is None or self.fetch is None:
             return output
         name = "relative_error" if self.violation_target == "denominator" else "output_error"
-        violated = getattr(record, name) > self.fetch.epsilon  # (B, Hq, Tq)
+        violated = ~(getattr(record, name) <= self.fetch.epsilon)  # (B, Hq, Tq); a NaN keeps no tolerance
         record.violations = int(violated.sum())
         if not record.violations:
             return output

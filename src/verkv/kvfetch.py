@@ -200,12 +200,11 @@ def decide(
         unknown_sum = (weights @ unknown[..., None].to(weights.dtype))[..., 0]
         denominator = denominator + unknown_sum * (logit_variance / 2).expm1()
         weights = weights * torch.where(unknown[:, None], logit_variance.exp()[..., None], 1.0)
+    epsilon = config.epsilon if epsilon is None else epsilon
     if output is not None:
         return _decide_output(
-            weights, exact_weights, tail_weight, denominator, inclusion_probs, residual, config, output
+            weights, exact_weights, tail_weight, denominator, inclusion_probs, residual, config, epsilon, output
         )
-
-    epsilon = config.epsilon if epsilon is None else epsilon
     r, residual = inclusion_probs[:, None, :], residual[:, None, :]  # not expanded: the query heads share what they can
     if weights.is_cpu and weights.shape[-1] < LEAST_FOR_LINEAR:
         r, residual = r.expand_as(weights), residual.expand_as(weights)
@@ -227,6 +226,7 @@ def _decide_output(
     inclusion_probs: Tensor,
     residual: Tensor,
     config: FetchConfig,
+    epsilon: float | Tensor,
     output: OutputContext,
 ) -> Decision:
     """The plan of ``docs/output_bound.md``: distances from the certain values and the norms, none from the draw."""
@@ -242,7 +242,7 @@ def _decide_output(
     rule = binary_shrinkage if config.shrinkage == "binary" else optimal_shrinkage
     shrinkage = rule(weights * distances, r, residual)
     plan = output_fetch_plan(
-        weights, r, shrinkage, residual, denominator, distances, config.epsilon, scale, config.delta, form="chernoff"
+        weights, r, shrinkage, residual, denominator, distances, epsilon, scale, config.delta, form="chernoff"
     )
     return Decision(shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
 

@@ -70,6 +70,7 @@ class DecodeReplay:
         tail: tuple[Tensor, Tensor] | None = None,
     ):
         self.context, self.n_positions, self.n_repeats = context, len(positions), len(positions)
+        queries, positions = queries.to(context.device), positions.to(context.device)
         states = [t.to(context.device) for t in (context.host.keys, context.host.values)]
         if tail is not None:
             states = [torch.cat(pair, 2) for pair in zip(states, tail, strict=True)]

@@ -219,7 +219,7 @@ class FetchStats:
         if epsilon is None:
             raise ValueError(f"epsilon must be given: {self.method} has no tolerance of its own")
         errors = self.relative_errors(phase)
-        return float((errors > epsilon).float().mean())
+        return float((~(errors <= epsilon)).float().mean())  # a NaN keeps no tolerance
 
     def relative_errors(self, phase: str = "all") -> Tensor:
         """Audit: |D^ - D| / D of every decision, flat."""

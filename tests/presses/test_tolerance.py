@@ -69,6 +69,8 @@ def test_heads_of_a_scope_share_a_tolerance(tiny_model, scope, target):
     calibration = ToleranceCalibration(0.1, 0.1, target, scope, 8)
     grid = [EXACT, *calibration.tolerances.tolist()]
     assert all(min(abs(t - g) for g in grid) < 1e-6 for t in found.flatten().tolist())
+    grouped = found.unflatten(2, (2, 2))  # heads that share a union share a tolerance, whatever the scope
+    assert torch.equal(grouped[..., 0], grouped[..., 1])
     spread = {"head": found, "layer": found.amax(2) - found.amin(2), "model": found.amax((0, 2)) - found.amin((0, 2))}
     assert scope == "head" or not spread[scope].any()
     assert torch.isfinite(decode(model, ids[:, :1], cache)).all()
@@ -138,6 +140,26 @@ def test_a_short_row_of_a_batch_is_left_uncalibrated_by_itself(tiny_model):
     found = tolerances(cache)
     assert (found[:, 1] == 0.07).all() and (found[:, 0] != 0.07).any()
     assert any("needs 9 queries" in note for note in press.stats.notes)
+
+
+@pytest.mark.parametrize("n_positions", [1, 2])
+@torch.no_grad()
+def test_a_query_or_two_neither_fit_nor_calibrate(tiny_model, n_positions):
+    model, ids, cache = tiny_model("llama"), random_ids(1, 200), DynamicCache()
+    with record_queries(model, n_positions) as queries:
+        model.model(ids, past_key_values=cache)
+    scores = {i: torch.rand(1, 2, 200) for i in range(4)}
+    for sketch in ("transform", "query_pca"):
+        press = VerKVPress(KnormPress(), 0.6, sketch=sketch, calibrate="layer", **SHORT)
+        copied = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+        press.seal(model, copied, scores, queries=queries)
+        assert any(f"there are {n_positions - 1 or 1}" in note for note in press.stats.notes)
+
+
+@pytest.mark.parametrize("n_positions", [0, -1, 1.5])
+def test_a_number_of_positions_that_is_none(tiny_model, n_positions):
+    with pytest.raises(ValueError, match="n_positions"), record_queries(tiny_model("llama"), n_positions):
+        pass
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 201, 16), (2, 4, 8, 16), (4, 8, 16)])

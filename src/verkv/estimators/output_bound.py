@@ -150,7 +150,7 @@ def output_fetch_plan(
     residual: Tensor,
     denominator: Tensor,
     distances: Tensor,
-    epsilon: float,
+    epsilon: float | Tensor,
     scale: Tensor,
     delta: float,
     denominator_share: float = 0.1,
@@ -166,8 +166,8 @@ def output_fetch_plan(
     ----------
     weights, inclusion_probs, shrinkage, residual, denominator, distances, delta, denominator_share
         As in :func:`output_certificate`. There is no ``sampled`` argument: the plan must not depend on the draw.
-    epsilon : float > 0
-        Tolerance, in units of ``scale``.
+    epsilon : float > 0, or Tensor, shape (...,)
+        Tolerance, in units of ``scale``, of all rows or of each.
     scale : Tensor, shape broadcastable to (...,), float
         Length that makes the tolerance absolute, such as the norm of an estimate of o from tokens with r = 1. It
         must not depend on the draw either. With 0 or NaN everything is promoted.

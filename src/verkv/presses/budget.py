@@ -94,7 +94,8 @@ def token_budget(
     if bool(short.any()):
         i = int((least_bytes / full_bytes).masked_fill(~short, -torch.inf).argmax())
         parts = {
-            f"{int(n_protected[i])} protected tokens (n_sink, n_local, template prefix)": n_protected[i] * row_bytes,
+            f"{int(n_protected[i])} protected tokens (n_sink, n_local, template prefix, outliers)": n_protected[i]
+            * row_bytes,
             "sketch": sketch_bytes[i],
             "inclusion probabilities and norms": code_bytes[i],
             "row offsets": offset_bytes,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from verkv.attention import observe_attention
 from verkv.cache import layer_kinds
+from verkv.checks import check_count
 
 Queries = dict[int, Tensor]  # by layer, (B, Hq, M, d), float32: of the prompt's last M positions, times the scaling
 
@@ -24,7 +25,7 @@ class QueryRecorder:
     """
 
     def __init__(self, config, n_positions: int):
-        self.n_positions = n_positions
+        self.n_positions = check_count("n_positions", n_positions)
         self.layers = {i for i, kind in enumerate(layer_kinds(config)) if kind == "full_attention"}
         self.queries: Queries = {}
         self.n_tokens = 0
@@ -55,7 +56,7 @@ def record_queries(model, n_positions: int = 128) -> Iterator[Queries]:
     Parameters
     ----------
     model : PreTrainedModel
-    n_positions : int
+    n_positions : int >= 1
         How many positions.
 
     Yields
@@ -69,7 +70,7 @@ def record_queries(model, n_positions: int = 128) -> Iterator[Queries]:
     ...     model.model(input_ids=context_ids, past_key_values=cache)
     >>> press.seal(model, cache, scores, queries=queries)  # doctest: +SKIP
     """
-    recorder = QueryRecorder(model.config, n_positions)
+    recorder = QueryRecorder(model.config, check_count("n_positions", n_positions, least=1))
     with observe_attention(recorder.observe):
         yield recorder.queries
 

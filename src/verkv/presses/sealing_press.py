@@ -231,7 +231,8 @@ class SealingPress(BasePress):
             element_size=keys.element_size(),
         )
         del first, keys  # each layer's full copy must be freed as soon as it is sealed
-        queries = self._check_queries(queries or {}, prompt, beams)
+        queries = {i: query.to(cache.layers[i].keys.device) for i, query in (queries or {}).items()}
+        queries = self._check_queries(queries, prompt, beams)
         plans, notes = self._plans(scores, prompt, geometry, model, cache, queries)
         stats.notes += notes
         seal_cache(cache, plans, stats)

@@ -43,7 +43,7 @@ class ToleranceCalibration:
     target : {"denominator", "output"}
         Whose error.
     scope : {"head", "layer", "model"}
-        Heads that share a tolerance.
+        What shares a tolerance: the query heads of a KV head, of a layer, or all.
     n_local : int
         Tokens before a query that are exact, as the local window is.
     """
@@ -82,20 +82,25 @@ class ToleranceCalibration:
             self._note_too_few(needed, int(usable.sum(-1).max()))
             return
         losses = torch.stack([self._losses(contexts[i], queries[i], positions) for i in layers], dim=2)
+        losses = losses.unflatten(3, (first.n_kv_heads, -1))  # (M, C, layers, Hkv, G, grid)
         found = [self._tolerances(losses[usable[c], c], needed) for c in range(first.n_contexts)]
         for j, i in enumerate(layers):
             contexts[i].tolerances = torch.stack([tolerance[j] for tolerance in found]).to(contexts[i].device)
 
     def _tolerances(self, losses: Tensor, needed: int) -> Tensor:
-        """Of one context's heads, (layers, Hq), from its losses (m, layers, Hq, grid)."""
+        """Of one context's query heads, (layers, Hq), from its losses (m, layers, Hkv, G, grid).
+
+        Query heads of a KV head profit from each other's promotions, so they can only be calibrated together.
+        """
         shape = losses.shape[1:-1]
         if len(losses) < needed:
             self._note_too_few(needed, len(losses))
-            return torch.full(shape, self.epsilon, device="cpu")
-        pooled = {"head": (), "layer": 2, "model": (1, 2)}[self.scope]
+            return torch.full(shape, self.epsilon, device="cpu").flatten(1)
+        pooled = {"head": 3, "layer": (2, 3), "model": (1, 2, 3)}[self.scope]
         found = calibrated_tolerance(losses, self.tolerances, self.delta, pooled_dims=pooled)
         tolerance = torch.where(found.is_calibrated, found.tolerance, EXACT).float()
-        tolerance = (tolerance[:, None] if self.scope == "layer" else tolerance).expand(shape)
+        unpooled = tolerance.view(*tolerance.shape, *[1] * (3 - tolerance.dim()))
+        tolerance = unpooled.expand(shape).flatten(1)
         n_exact = int((tolerance <= EXACT).sum())
         if n_exact:
             self.notes.append(
@@ -129,7 +134,8 @@ class ToleranceCalibration:
             for block in blocks:
                 found = (only or make(block)).errors(tolerance)
                 errors[block, ..., j] = getattr(found, self.target).transpose(0, 1).cpu()
-            missed = (errors[..., : j + 1] > self.epsilon).any(-1).float()  # (M, C, Hq)
+            missed = (~(errors[..., : j + 1] <= self.epsilon)).any(-1).float()  # (M, C, Hq)
+            missed = missed.unflatten(-1, (context.n_kv_heads, -1)).mean(-1)
             missed = missed if self.scope == "head" else missed.mean(-1)
             if self.scope != "model" and bool((missed.sum(0) > n_allowed).all()):
                 break

@@ -89,13 +89,15 @@ class VerKVPress(PoissonCompPress):
         default the denominator's, as in the paper; with ``calibrate`` the output's, whose error is smaller at equal
         traffic.
     calibrate : {"head", "layer", "model"}, optional
-        Find the tolerance of the plan from true errors on the prompt's last queries (split conformal), for each query
-        head or pooled: the target's error then exceeds ``epsilon`` with probability at most ``delta`` on average over
-        queries exchangeable with those. Where there are too few queries the uncalibrated bound is used.
+        Find the tolerance of the plan from true errors on the prompt's last queries (split conformal), for each KV
+        head, each layer, or the whole model: the target's error then exceeds ``epsilon`` with probability at most
+        ``delta`` on average over queries exchangeable with those. Where there are too few queries the uncalibrated
+        bound of the denominator is used.
     on_violation : {"exact", "warn", "raise"}, optional
         With ``audit``: what a step does whose true error of the target exceeds ``epsilon``. It gives the exact output
-        of those decisions, warns, or raises :class:`~verkv.context.ToleranceViolation` and leaves the cache as it was
-        before the step. By default it is only recorded.
+        of those decisions (the audit's own reads are not counted as KV read), warns, or raises
+        :class:`~verkv.context.ToleranceViolation` and leaves the cache as it was before the step. By default it is
+        only recorded.
     paper : bool
         The algorithm of Appendix A.1: also plans with the exact weights of everything that is resident. The plan then
         depends on the draw, which the theorem forbids and which costs adherence; False plans blind to the draw.
@@ -222,6 +224,8 @@ class VerKVPress(PoissonCompPress):
             return None
         if queries is not None and self.calibrate is not None:
             queries = split_queries(queries)[0]
+        if queries is not None and not queries.shape[2]:
+            queries = None
         least_variance = {"auto": LARGE_VARIANCE, True: 0.0, False: None}[self._option("error_aware")]
         return fit_sketch(sketch, keys, prompt.n_padding, queries, prompt.protected, n_outliers, least_variance)
 

@@ -87,5 +87,6 @@ def fit_sketch(
     error = SketchError.measure(keys, decoded, free[:, None] & ~outliers)
     if queries is not None:
         rows = queries.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # (C, Hkv, G * M, d)
-        error = error.where(error.logit_moments(rows, scaling=1.0)[1].mean(-1) > least_variance)
+        n_rows = (rows != 0).any(-1).sum(-1).clamp_min(1)  # those of padding are 0 and have no part in the mean
+        error = error.where(error.logit_moments(rows, scaling=1.0)[1].sum(-1) / n_rows > least_variance)
     return FittedSketch(sketch, error, outliers)
