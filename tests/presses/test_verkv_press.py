@@ -11,7 +11,9 @@ from kvpress import KnormPress
 from press_helpers import SHORT, full_layers, prefill, random_ids
 from transformers import DynamicCache
 
-from verkv import ExactSketch, PoissonCompPress, RopePairSketch, VerKVPress
+from verkv import ExactSketch, PoissonCompPress, RopePairSketch, VerKVPress, record_queries
+from verkv.rotary import rotary_from_config
+from verkv.sketches import fit_key_basis, save_key_bases
 
 
 class TestSketchOfAModel:
@@ -34,6 +36,42 @@ class TestSketchOfAModel:
     def test_exact_sketch_is_charged_as_the_two_bit_one(self, model):
         built = VerKVPress(KnormPress(), 0.5, sketch="exact")._sketch(model)
         assert isinstance(built, ExactSketch) and built.charged_as.rotary_dim == model.config.head_dim // 2
+
+
+class TestBasesOfAFile:
+    """A basis for each layer, fitted on another prompt."""
+
+    @pytest.fixture
+    def model(self, tiny_model):
+        return tiny_model("llama")
+
+    @torch.no_grad()
+    def bases(self, model):
+        with record_queries(model, 50) as queries:
+            cache = prefill(model, random_ids(1, 200, seed=7))
+            model.model(random_ids(1, 200, seed=7))
+        rotary, positions = rotary_from_config(model.config), torch.arange(200)
+        undone = {i: rotary.undo(layer.keys[0], positions) for i, layer in enumerate(cache.layers)}
+        return {i: fit_key_basis(keys, queries[i][0], rotary, 0) for i, keys in undone.items()}
+
+    @torch.no_grad()
+    def test_every_layer_gets_its_own(self, model, tmp_path):
+        bases = self.bases(model)
+        save_key_bases(tmp_path / "bases.safetensors", bases)
+        press = VerKVPress(KnormPress(), 0.5, bases=tmp_path / "bases.safetensors", **SHORT)
+        cache = prefill(model, random_ids(1, 200), press)
+        for i, layer in enumerate(cache.layers):
+            assert torch.equal(layer.context.sketch.basis.vectors, bases[i].vectors)
+        assert torch.isfinite(model(random_ids(1, 1), past_key_values=cache).logits).all()
+
+    @torch.no_grad()
+    def test_a_layer_without_one_or_another_sketch_is_refused(self, model):
+        bases = self.bases(model)
+        del bases[2]
+        with pytest.raises(ValueError, match="not layer 2"):
+            prefill(model, random_ids(1, 200), VerKVPress(KnormPress(), 0.5, bases=bases, **SHORT))
+        with pytest.raises(ValueError, match="bases are those of the transform sketch"):
+            prefill(model, random_ids(1, 200), VerKVPress(KnormPress(), 0.5, bases={}, sketch="rope_pair", **SHORT))
 
 
 @torch.no_grad()

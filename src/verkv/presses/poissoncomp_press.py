@@ -114,6 +114,10 @@ class PoissonCompPress(SealingPress):
         """What the plan keeps of every token."""
         return 0
 
+    def _of_layer(self, sketch: Sketch, layer_idx: int) -> Sketch:
+        """The sketch's recipe for one layer."""
+        return sketch
+
     def _violation_options(self) -> dict[str, str | None]:
         """What audited steps do about violations: options of SealPlan."""
         return {}
@@ -160,7 +164,13 @@ class PoissonCompPress(SealingPress):
             fitted = {}
             if sketch is not None:
                 fitted = {
-                    i: self._fit(sketch, cache.layers[i].keys[:: prompt.beams], prompt, queries.get(i), n_outliers)
+                    i: self._fit(
+                        self._of_layer(sketch, i),
+                        cache.layers[i].keys[:: prompt.beams],
+                        prompt,
+                        queries.get(i),
+                        n_outliers,
+                    )
                     for i in layers
                 }
             outliers = [fitted[i].outliers.to(device) for i in layers if fitted.get(i) is not None]

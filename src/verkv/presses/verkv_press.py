@@ -63,6 +63,9 @@ class VerKVPress(PoissonCompPress):
     sketch : {"transform", "rope_pair", "query_pca", "page_minmax", "product_quantization", "exact"} or Sketch, optional
         "transform" is the default; "rope_pair" the paper's deployable 2-bit sketch, of the same size; "exact" its
         perfect sketch, an oracle that reads host keys.
+    bases : path-like or dict of int to KeyBasis, optional
+        Bases of the transform sketch by layer, fitted before and saved with :func:`verkv.sketches.save_key_bases`.
+        Fitted to each prompt by default.
     epsilon : float > 0
         Tolerance of the relative error.
     delta : float in (0, 1)
@@ -118,6 +121,7 @@ class VerKVPress(PoissonCompPress):
 
     alpha: float | None = None
     sketch: str | Sketch | None = None
+    bases: object = None
     epsilon: float = 0.05
     delta: float = 0.1
     outliers: float | None = None
@@ -201,6 +205,17 @@ class VerKVPress(PoissonCompPress):
         if isinstance(sketch, sketches.TransformSketch) and sketch.rotary is None:
             return dataclasses.replace(sketch, rotary=_rotary(model.config))
         return sketch
+
+    def _of_layer(self, sketch: Sketch, layer_idx: int) -> Sketch:
+        if self.bases is None:
+            return sketch
+        if not isinstance(sketch, sketches.TransformSketch):
+            raise ValueError(f"bases are those of the transform sketch, but sketch is {sketch.name!r}; leave one out")
+        if not isinstance(self.bases, dict):
+            self.bases = sketches.load_key_bases(self.bases)
+        if layer_idx not in self.bases:
+            raise ValueError(f"bases hold layers {sorted(self.bases)}, not layer {layer_idx}; fit them for this model")
+        return dataclasses.replace(sketch, basis=self.bases[layer_idx])
 
     @property
     def n_recorded_queries(self) -> int:
