@@ -328,7 +328,7 @@ def plot(lines: list[dict], path: Path) -> None:
     axes[0].axhline(0.1, color="grey", linestyle="--", linewidth=1)
     axes[0].text(0.3, 0.105, "delta", color="grey", va="bottom", ha="right")
     labels = [
-        ("tolerance epsilon of the denominator", "decisions that exceed epsilon (share; none: 1e-5)"),
+        ("tolerance epsilon of the denominator", "decisions beyond epsilon (share)"),
         ("tolerance epsilon of the denominator", "KV read per token (share of the cache)"),
         ("KV read per token (share of the cache)", "output error, 90th percentile (relative)"),
     ]
