@@ -492,7 +492,7 @@ def test_failed_prefill_leaves_an_empty_cache(tiny_model, press_class):
 
 def test_failed_sealing_brings_layers_back(tiny_model):
     class Broken(RopePairSketch):
-        def build(self, keys, queries=None):
+        def build(self, keys, queries=None, positions=None):
             raise ValueError("broken")
 
     model, ids = tiny_model("qwen3_5"), prompt_ids(1, N_TOTAL)

@@ -23,7 +23,7 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCa
 from transformers.cache_utils import DynamicLayer
 
 import verkv.cache
-from verkv import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress, make_cache
+from verkv import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress, make_cache, record_queries
 from verkv.context import SealedContext
 from verkv.presses.prompt import left_padding, shared_prompts
 
@@ -347,8 +347,9 @@ def knorm_scores(cache):
 
 def test_seal_equals_the_context_manager(model, ids, question):
     press = VerKVPress(KnormPress(), 0.5, **SHORT)
-    by_hand = prefill(model, ids)
-    press.seal(model, by_hand, knorm_scores(by_hand))
+    with record_queries(model) as queries:
+        by_hand = prefill(model, ids)
+    press.seal(model, by_hand, knorm_scores(by_hand), queries=queries)
     cache = prefill(model, ids, press)
     assert torch.equal(codes(by_hand), codes(cache))
     assert torch.equal(decode(model, question, by_hand), decode(model, question, cache))

@@ -6,6 +6,7 @@ NVRTC and its Python bindings come with torch's CUDA wheels; no compiler, header
 import contextlib
 import functools
 import hashlib
+import importlib
 import os
 import secrets
 import stat
@@ -53,7 +54,7 @@ def driver_bindings() -> ModuleType:
 
 def _bindings(name: str, probe) -> ModuleType:
     try:
-        module = __import__(f"cuda.bindings.{name}", fromlist=[name])
+        module = importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
         raise CudaUnavailable(
             f"cuda.bindings is missing ({error}). It comes with torch's CUDA wheels since 2.11; or pip install "
