@@ -33,8 +33,9 @@ demo: setup  ## run the demo; options in ARGS="..."
 test: setup lint kvpress-tests  ## lint, then run all tests that the machine can run; pytest options in ARGS="..."
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS) $(ARGS)
 
-test-fast: $(INSTALLED)  ## the quick part of the tests, for the working loop
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS) -m "not slow and not real_model" $(ARGS)
+test-fast: $(INSTALLED)  ## the core's quick tests, for the working loop; the parts left out by path
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS) -m "not slow and not real_model" \
+	    $(patsubst %,--ignore=tests/%,matrix cuda codecs bench) $(ARGS)
 
 test-newest: $(NEWEST_INSTALLED)  ## what needs no KVPress, on the newest transformers, in .venv-newest
 	$(TEST_ENV) $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(NEWEST_TESTS) $(ARGS)
