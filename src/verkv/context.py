@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verkv.attention import allowed_tokens, weighted_attention
 from verkv.estimators.sampling import LEVELS_PER_OCTAVE
-from verkv.kvfetch import FetchConfig, OutputContext, row_chunks
+from verkv.kvfetch import FetchConfig, row_chunks
 from verkv.planning import KeyPool, Planner, QueryRows
 from verkv.sketches import Sketch
 from verkv.sketches.fit import FittedSketch, build_sketch
@@ -233,7 +233,9 @@ class SealedContext:
         error = self.sketch_error and self.sketch_error.flat()
         planner = Planner(self.codes, resident_k, is_row, read_keys, self.fetch, self.sketch.is_oracle, error, scaling)
         score = self._scorer(rows, chunks)
-        output = self._output_context(planner, resident_v)
+        norms, output = self.value_norms, None
+        if norms is not None:
+            output = planner.output_context(norms.decode(), norms.centre, resident_v)
         plan = planner.run(
             [
                 QueryRows(
@@ -273,16 +275,6 @@ class SealedContext:
         if self.audit and self.value_norms is not None:  # relative to the true output's norm once that is known
             record.output_bound = torch.cat([split(decision.planned_bound) for decision in plan.decisions], 2)
         return _Promotion(log_weights, units, keys, values)
-
-    def _output_context(self, planner: Planner, resident_v: Tensor) -> OutputContext | None:
-        """What bounding the output needs, where that is the target; the tail's part differs between chunks."""
-        if self.value_norms is None:
-            return None
-        centre = self.value_norms.centre
-        certain = ~planner.residual & ~planner.absent
-        is_certain = certain.gather(1, planner.slot_positions) & planner.is_row
-        certain_v = torch.where(is_certain[..., None], resident_v.float() - centre[:, None], 0.0)
-        return OutputContext(self.value_norms.decode(), centre, certain, certain_v, planner.slot_positions, certain_v)
 
     def _tail_offset(self, tail: tuple[Tensor, Tensor], chunk: slice) -> Tensor:
         """Attention over the tail alone, minus the centre, (N, R, dv); 0 where there is no tail."""

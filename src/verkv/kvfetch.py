@@ -19,7 +19,8 @@ from verkv.estimators.linear_plan import linear_plan
 from verkv.estimators.output_bound import output_fetch_plan
 from verkv.estimators.shrinkage import binary_shrinkage, optimal_shrinkage
 
-SHRINKAGE_RULES = ("binary", "optimal")
+SHRINKAGE_RULES = {"binary": binary_shrinkage, "optimal": optimal_shrinkage}
+TARGETS = ("denominator", "output")
 
 # Query rows are planned and attended to in chunks of at most this many (row, token) pairs: 64 MB per temporary. Only
 # the log-weights of the resident rows are kept for all query rows of a pass.
@@ -83,7 +84,7 @@ class FetchConfig:
             raise ValueError(f"max_read must be in (0, 1], got {self.max_read}: it is a share of the context")
         check_count("shortlist", self.shortlist)
         check_count("key_rounds", self.key_rounds)
-        if self.target not in ("denominator", "output"):
+        if self.target not in TARGETS:
             raise ValueError(f"target must be 'denominator' or 'output', got {self.target!r}")
         if self.paper and self.target == "output":
             raise ValueError("target must be 'denominator' with paper=True: the paper bounds nothing else")
@@ -136,7 +137,8 @@ class OutputContext:
         Their values minus the centre, padded; 0 where there is none.
     certain_positions : Tensor, shape (N, S), int64
     tail_offset : Tensor, shape (N, R, dv)
-        Attention over the tokens after the context alone, minus the centre; 0 if there are none.
+        Attention over the tokens after the context alone, minus the centre; 0 if there are none. None while the rows
+        are not known yet.
     """
 
     norms: Tensor
@@ -144,7 +146,7 @@ class OutputContext:
     certain: Tensor
     certain_values: Tensor
     certain_positions: Tensor
-    tail_offset: Tensor
+    tail_offset: Tensor | None = None
 
 
 def decide(
@@ -208,8 +210,7 @@ def decide(
     r, residual = inclusion_probs[:, None, :], residual[:, None, :]  # not expanded: the query heads share what they can
     if weights.is_cpu and weights.shape[-1] < LEAST_FOR_LINEAR:
         r, residual = r.expand_as(weights), residual.expand_as(weights)
-        rule = binary_shrinkage if config.shrinkage == "binary" else optimal_shrinkage
-        shrinkage = rule(weights, r, residual)
+        shrinkage = SHRINKAGE_RULES[config.shrinkage](weights, r, residual)
         plan = fetch_plan(weights, r, shrinkage, residual, denominator, epsilon, config.delta)
     else:
         shrinkage = None if config.shrinkage == "binary" else optimal_shrinkage(weights, r, residual)
@@ -239,8 +240,7 @@ def _decide_output(
     )
     scale = (output.centre[:, None] + known_sum / denominator[..., None]).norm(dim=-1)
     r, residual = (t[:, None].expand_as(weights) for t in (inclusion_probs, residual))
-    rule = binary_shrinkage if config.shrinkage == "binary" else optimal_shrinkage
-    shrinkage = rule(weights * distances, r, residual)
+    shrinkage = SHRINKAGE_RULES[config.shrinkage](weights * distances, r, residual)
     plan = output_fetch_plan(
         weights, r, shrinkage, residual, denominator, distances, epsilon, scale, config.delta, form="chernoff"
     )

@@ -146,6 +146,16 @@ class Planner:
         positions = self.resident.nonzero()[:, 1]
         self.slot_positions = torch.zeros_like(is_row, dtype=torch.long).masked_scatter(is_row, positions)
 
+    def output_context(self, norms: Tensor, centre: Tensor, resident_values: Tensor) -> OutputContext:
+        """What bounding the output needs of the context, without the tail's part.
+
+        Norms (N, T) and centre (N, dv) of the values, and the resident values (N, S, dv) in the order of the keys.
+        """
+        certain = ~self.residual & ~self.absent
+        is_certain = certain.gather(1, self.slot_positions) & self.is_row
+        values = torch.where(is_certain[..., None], resident_values.float() - centre[:, None], 0.0)
+        return OutputContext(norms, centre, certain, values, self.slot_positions)
+
     def run(self, chunks: list[QueryRows]) -> Plan:
         """Plan all rows, read keys first where that is asked for, and unite what a KV head's rows promote."""
         self.pool = KeyPool.empty(self.resident.shape[1], self.resident_keys)

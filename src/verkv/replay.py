@@ -3,6 +3,7 @@
 What calibration is made of, with queries of the prompt itself, and how adherence is measured on many steps at once.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -145,17 +146,12 @@ class DecodeReplay:
 
     def _output_context(self, tail_logits: Tensor) -> OutputContext:
         """As a decode step has it, of every virtual KV head."""
-        planner, norms = self.planner, self.context.value_norms
+        norms = self.context.value_norms
         centre = self._repeat(norms.centre)
-        certain = ~planner.residual & ~planner.absent
-        is_certain = certain.gather(1, planner.slot_positions) & planner.is_row
         index, _ = self.context.rows.padded_index()
-        resident_v = self._repeat(self.context.rows.values[index].float())
-        certain_v = torch.where(is_certain[..., None], resident_v - centre[:, None], 0.0)
-        tail_output = self._outputs(tail_logits.softmax(-1)) - centre[:, None]
-        return OutputContext(
-            self._repeat(norms.decode()), centre, certain, certain_v, planner.slot_positions, tail_output
-        )
+        resident_v = self._repeat(self.context.rows.values[index])
+        output = self.planner.output_context(self._repeat(norms.decode()), centre, resident_v)
+        return dataclasses.replace(output, tail_offset=self._outputs(tail_logits.softmax(-1)) - centre[:, None])
 
     def _factors(self, promoted: Tensor, shrinkage: Tensor) -> Tensor:
         """The factor of every token's weight in the estimates, (N * M, G, T)."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from verkv.estimators.certificate import CertificateTerms, certificate_terms, check_delta, error_bound
-from verkv.estimators.fetching import FetchPlan, _arange_like, _suffix_sum, check_epsilon
+from verkv.estimators.fetching import FetchPlan, _arange_like, _suffix_sum, check_epsilon, smallest_prefix
 from verkv.estimators.numerics import at_least_float32
 
 # In units of l / (epsilon D). Of the tolerance, 1 / TILT goes to l and the rest to the tokens.
@@ -136,10 +136,9 @@ def chernoff_fetch_plan(
     bounds = torch.where(_arange_like(order) < n_residual[..., None], bounds, 0.0)
     bounds = torch.cat([bounds, torch.zeros_like(bounds[..., :1])], dim=-1)
     fails = ~(bounds[..., :-1] < epsilon)  # a NaN counts as failing
-    n_promoted = torch.where(fails, _arange_like(order) + 1, 0).amax(-1)
-    rank = torch.empty_like(order).scatter(-1, order, _arange_like(order))
+    promoted, n_promoted = smallest_prefix(order, fails, residual)
     return FetchPlan(
-        promoted=(rank < n_promoted[..., None]) & residual,
+        promoted=promoted,
         n_promoted=n_promoted,
         error_bound=bounds[..., 0],
         planned_bound=bounds.gather(-1, n_promoted[..., None]).squeeze(-1),

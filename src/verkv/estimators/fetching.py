@@ -147,11 +147,9 @@ def fetch_plan(
     bounds = torch.cat([bounds, torch.zeros_like(bounds[..., :1])], dim=-1)
     # Bounds fall in k, so k* is one more than the last k that fails. A NaN counts as failing: it promotes everything.
     limit = epsilon[..., None] if isinstance(epsilon, Tensor) else epsilon
-    fails = ~(bounds[..., :-1] < limit)
-    n_promoted = torch.where(fails, _arange_like(order) + 1, 0).amax(-1)
-    rank = torch.empty_like(order).scatter(-1, order, _arange_like(order))
+    promoted, n_promoted = smallest_prefix(order, ~(bounds[..., :-1] < limit), residual)
     return FetchPlan(
-        promoted=(rank < n_promoted[..., None]) & residual,
+        promoted=promoted,
         n_promoted=n_promoted,
         error_bound=bounds[..., 0],
         planned_bound=bounds.gather(-1, n_promoted[..., None]).squeeze(-1),
@@ -165,6 +163,27 @@ def check_epsilon(epsilon: float | Tensor) -> None:
             raise ValueError("epsilon must be > 0 and finite in every row: use a tiny value to fetch everything")
     elif not 0.0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be > 0 and finite, got {epsilon}: use a tiny value to fetch everything")
+
+
+def smallest_prefix(order: Tensor, fails: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of an order before the first place from which on no bound fails.
+
+    Parameters
+    ----------
+    order : Tensor, shape (..., T), int64
+        Tokens, the most expensive first.
+    fails : Tensor, shape (..., T), bool
+        Whether the bound of order[k:] misses the tolerance.
+    residual : Tensor, shape broadcastable to (..., T), bool
+
+    Returns
+    -------
+    promoted : Tensor, shape (..., T), bool
+    n_promoted : Tensor, shape (...,), int64
+    """
+    n_promoted = torch.where(fails, _arange_like(order) + 1, 0).amax(-1)
+    rank = torch.empty_like(order).scatter(-1, order, _arange_like(order))
+    return (rank < n_promoted[..., None]) & residual, n_promoted
 
 
 def _suffix_sum(values: Tensor, order: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verkv.estimators.certificate import CertificateTerms, certificate_terms, check_delta, error_bound
 from verkv.estimators.chernoff import TILT, chernoff_bound, log_moments
-from verkv.estimators.fetching import _arange_like, _drop, _suffix_sum, check_epsilon
+from verkv.estimators.fetching import _arange_like, _drop, _suffix_sum, check_epsilon, smallest_prefix
 from verkv.estimators.numerics import at_least_float32
 
 
@@ -235,11 +235,10 @@ def output_fetch_plan(
     bound = _quotient(_append_zero(numerator), denominator_bound)
     # A NaN counts as failing: it promotes everything. So does a tolerance that is not positive.
     meets = (bound < tolerance[..., None]) & (tolerance[..., None] > 0) & (denominator_bound < max_denominator_bound)
-    n_promoted = torch.where(meets[..., :-1], 0, _arange_like(order) + 1).amax(-1)
-    rank = torch.empty_like(order).scatter(-1, order, _arange_like(order))
+    promoted, n_promoted = smallest_prefix(order, ~meets[..., :-1], residual)
     at_plan = n_promoted[..., None]
     return OutputFetchPlan(
-        promoted=(rank < at_plan) & residual,
+        promoted=promoted,
         n_promoted=n_promoted.clamp(max=residual.sum(-1)),
         error_bound=bound[..., 0],
         denominator_bound=denominator_bound[..., 0],

@@ -11,7 +11,6 @@ from verkv.kvfetch import MAX_PLANNED_PAIRS
 from verkv.replay import DecodeReplay
 
 SCOPES = ("head", "layer", "model")
-TARGETS = ("denominator", "output")
 N_CALIBRATION = 32  # positions; every second one of the prompt's last, the others fit the sketch
 
 # Nominal tolerances that are tried, times epsilon. An output's error is larger than its denominator's.

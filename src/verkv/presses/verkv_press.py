@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from verkv import sketches
-from verkv.kvfetch import FetchConfig
+from verkv.kvfetch import TARGETS, FetchConfig
 from verkv.presses.poissoncomp_press import PoissonCompPress
 from verkv.presses.prompt import Prompt
 from verkv.presses.queries import Queries
-from verkv.presses.tolerance import SCOPES, TARGETS, ToleranceCalibration, split_queries
+from verkv.presses.tolerance import SCOPES, ToleranceCalibration, split_queries
 from verkv.rotary import Rotary, has_rotary, rotary_dim, rotary_from_config
 from verkv.sketches import ExactSketch, RopePairSketch, Sketch
 from verkv.sketches.fit import FittedSketch, fit_sketch
