@@ -13,6 +13,8 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 WORKERS ?= 2
 DOCTESTS := --doctest-modules src/verkv/estimators src/verkv/sketches
 TESTS := $(DOCTESTS) tests
+# What the working loop does without, beside tests marked slow: it is to take less than three minutes on two cores.
+SLOW_PARTS := matrix lifecycle cuda codecs bench test_adapters.py test_quantised_models.py estimators/test_output_bound.py
 # What needs no KVPress. Files and cells that do (all presses, hybrid models) are here to be listed as skipped, with the
 # reason.
 NEWEST_TESTS := $(DOCTESTS) tests/estimators tests/sketches tests/cuda tests/matrix tests/lifecycle tests/presses \
@@ -35,7 +37,7 @@ test: setup lint kvpress-tests  ## lint, then run all tests that the machine can
 
 test-fast: $(INSTALLED)  ## the core's quick tests, for the working loop; the parts left out by path
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS) -m "not slow and not real_model" \
-	    $(patsubst %,--ignore=tests/%,matrix cuda codecs bench) $(ARGS)
+	    $(patsubst %,--ignore=tests/%,$(SLOW_PARTS)) $(ARGS)
 
 test-newest: $(NEWEST_INSTALLED)  ## what needs no KVPress, on the newest transformers, in .venv-newest
 	$(TEST_ENV) $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(NEWEST_TESTS) $(ARGS)

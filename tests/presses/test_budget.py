@@ -68,6 +68,7 @@ def expected_device_bytes(cache, press):
 # --- what is kept is what was paid for --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", RATIOS, ids=lambda f: f"{f}x")
 @pytest.mark.parametrize(
     ("head_dim", "n_tokens", "dtype"),

@@ -11,6 +11,7 @@ import pytest
 import verkv
 
 pytest.importorskip("kvpress")
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 KVPRESS_TESTS = ROOT / ".cache" / "kvpress-0.5.5"
 N_PRESSES = 20  # (7 PoissonComp + 2 VerKV) x 2 protections, KVzip and Fast KVzip alone

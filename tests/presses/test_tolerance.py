@@ -189,6 +189,7 @@ def random_layer(seed):
     return context, lambda: 0.5 * torch.randn(1, HEADS * GROUP, N_CALIBRATION, D, generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target,epsilon", [("denominator", 0.1), ("output", 0.5)])
 @pytest.mark.parametrize("delta", [0.1, 0.2])
 def test_fresh_queries_stay_within_epsilon_as_often_as_promised(target, epsilon, delta):
