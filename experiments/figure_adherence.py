@@ -30,7 +30,7 @@ from verkv.replay import DecodeReplay
 EPSILONS = (0.01, 0.05, 0.1, 0.3)
 OUTPUT_EPSILONS = (0.1, 0.2, 0.3)
 COMMON = {"compression_ratio": 0.9375, "n_sink": 32, "n_local": 32}
-PLAIN = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False, "shortlist": 32}
+PLAIN = {"alpha": 0.0, "sketch": "rope_pair", "outliers": 0.0, "error_aware": False, "shortlist": 32, "sided": False}
 # Name: options of VerKVPress. "paper" and "default" are the two main columns; the others change one thing.
 METHODS = {
     "paper": {"paper": True, "shortlist": 32},
@@ -43,6 +43,8 @@ METHODS = {
     "blind + outliers": PLAIN | {"outliers": 0.004},
     "blind + moments": PLAIN | {"error_aware": True},
     "blind + keys first": PLAIN | {"key_rounds": 1},
+    "blind + sided": PLAIN | {"sided": True},
+    "default, sides alike": {"sided": False},
     "default + shortlist": {"shortlist": 32},
     "default + moments everywhere": {"error_aware": True},
     "default + moments + keys first": {"error_aware": True, "key_rounds": 1},

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verkv.checks import check_count
-from verkv.estimators.certificate import check_delta
+from verkv.estimators.certificate import check_delta, check_upper_share
 from verkv.estimators.distances import value_distances
 from verkv.estimators.fetching import check_epsilon, fetch_plan
 from verkv.estimators.linear_plan import linear_plan
@@ -55,6 +55,9 @@ class FetchConfig:
         known exactly give (needs norms of all values).
     max_read : float in (0, 1]
         Share of a KV head's context above which a plan is not followed: everything is read and the step is exact.
+    upper_share : float in (0, 1), optional
+        Part of ``delta`` for denominators estimated too large, where the two sides are to be bounded apart; None is
+        Eq. (7). Without effect with ``target="output"``, whose error has no sides.
 
     Raises
     ------
@@ -70,6 +73,7 @@ class FetchConfig:
     key_rounds: int = 0
     max_read: float = 1.0
     target: Literal["denominator", "output"] = "denominator"
+    upper_share: float | None = None
 
     def __post_init__(self):
         for name in ("epsilon", "delta", "max_read"):
@@ -80,6 +84,7 @@ class FetchConfig:
                 raise ValueError(f"{name} must be a number, got {value!r}") from None
         check_epsilon(self.epsilon)
         check_delta(self.delta)
+        check_upper_share(self.upper_share)
         if not 0.0 < self.max_read <= 1.0:
             raise ValueError(f"max_read must be in (0, 1], got {self.max_read}: it is a share of the context")
         check_count("shortlist", self.shortlist)
@@ -211,10 +216,10 @@ def decide(
     if weights.is_cpu and weights.shape[-1] < LEAST_FOR_LINEAR:
         r, residual = r.expand_as(weights), residual.expand_as(weights)
         shrinkage = SHRINKAGE_RULES[config.shrinkage](weights, r, residual)
-        plan = fetch_plan(weights, r, shrinkage, residual, denominator, epsilon, config.delta)
+        plan = fetch_plan(weights, r, shrinkage, residual, denominator, epsilon, config.delta, config.upper_share)
     else:
         shrinkage = None if config.shrinkage == "binary" else optimal_shrinkage(weights, r, residual)
-        plan = linear_plan(weights, r, residual, denominator, epsilon, config.delta, shrinkage)
+        plan = linear_plan(weights, r, residual, denominator, epsilon, config.delta, shrinkage, config.upper_share)
         shrinkage = plan.shrinkage
     return Decision(shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
 

@@ -205,25 +205,27 @@ PLANNED = [
 class TestCoverage:
     """Each problem is tight enough for the same test to reject half of the bound, so passing it means something."""
 
+    @pytest.mark.parametrize("upper_share", [None, 0.7], ids=["both", "sided"])
     @pytest.mark.parametrize("delta", [0.05, 0.1])
     @pytest.mark.parametrize(("problem", "shrinkage"), COVERAGE)
-    def test_bound_holds_and_half_of_it_does_not(self, problem, shrinkage, delta):
+    def test_bound_holds_and_half_of_it_does_not(self, problem, shrinkage, delta, upper_share):
         w, r = problem()
         residual = r < 1
         shrinkage = SHRINKAGES[shrinkage](w, r, residual)
-        bound = bernstein_certificate(w, r, shrinkage, residual, w.sum(), delta).error_bound
+        bound = bernstein_certificate(w, r, shrinkage, residual, w.sum(), delta, upper_share).error_bound
         failures, failures_of_half = count_failures(w, r, shrinkage, residual, bound, bound / 2)
         assert not is_rejected(failures, delta, level=1e-2)
         assert is_rejected(failures_of_half, delta)
 
+    @pytest.mark.parametrize("upper_share", [None, 0.7], ids=["both", "sided"])
     @pytest.mark.parametrize("delta", [0.05, 0.1])
     @pytest.mark.parametrize("shrinkage", SHRINKAGES.values(), ids=SHRINKAGES)
     @pytest.mark.parametrize("problem", [equal_tokens, unequal_tokens, rare_tokens, heavy_tokens])
-    def test_bound_holds_for_every_shrinkage(self, problem, shrinkage, delta):
+    def test_bound_holds_for_every_shrinkage(self, problem, shrinkage, delta, upper_share):
         w, r = problem()
         residual = r < 1
         shrinkage = shrinkage(w, r, residual)
-        bound = bernstein_certificate(w, r, shrinkage, residual, w.sum(), delta).error_bound
+        bound = bernstein_certificate(w, r, shrinkage, residual, w.sum(), delta, upper_share).error_bound
         (failures,) = count_failures(w, r, shrinkage, residual, bound, seed=1)
         assert not is_rejected(failures, delta, level=1e-2)
 
@@ -244,6 +246,52 @@ class TestCoverage:
         without_bias = certificate.error_bound - certificate.bias / w.sum()
         (failures,) = count_failures(w, r, shrinkage, residual, without_bias)
         assert is_rejected(failures, 0.1)
+
+
+class TestSidedBound:
+    """Each side of the error has a bound and a part of delta of its own."""
+
+    @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.95])
+    @pytest.mark.parametrize("n", [1, 2, 63, 1000])
+    def test_equals_direct_evaluation(self, n, share):
+        w, r, shrinkage, residual, denominator = make_problem(n, seed=n)
+        bound = bernstein_certificate(w, r, shrinkage, residual, denominator, 0.1, share).error_bound
+        bias = variance = above = below = 0.0
+        for w_i, r_i, l_i, is_residual in zip(*(x.tolist() for x in (w, r, shrinkage, residual)), strict=True):
+            if is_residual:
+                bias += w_i - l_i * w_i
+                variance += (l_i * w_i) ** 2 * (1 - r_i) / r_i
+                above, below = max(above, l_i * w_i / r_i - l_i * w_i), max(below, l_i * w_i)
+        log_above, log_below = math.log(1 / (share * 0.1)), math.log(1 / ((1 - share) * 0.1))
+        upper = above * log_above / 3 + math.sqrt((above * log_above / 3) ** 2 + 2 * variance * log_above)
+        lower = below * log_below / 3 + math.sqrt((below * log_below / 3) ** 2 + 2 * variance * log_below)
+        assert float(bound) == pytest.approx(max(upper, bias + lower) / float(denominator), rel=1e-12)
+
+    def test_never_above_both_sides_at_once_with_equal_parts(self):
+        problem = make_problem(200, shape=(20,))
+        both = bernstein_certificate(*problem, 0.1).error_bound
+        sided = bernstein_certificate(*problem, 0.1, 0.5).error_bound
+        assert bool((sided <= both * (1 + 1e-12)).all()) and bool((sided < 0.99 * both).any())
+
+    @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+    @pytest.mark.parametrize("seed", range(8))
+    def test_each_side_keeps_its_part_of_delta_over_all_draws(self, seed, share):
+        """All 2^12 draws with their probabilities, at deltas large enough for failures to be among them."""
+        w, r, shrinkage, residual, _ = make_problem(12, seed)
+        draws = torch.cartesian_prod(*[torch.tensor([False, True])] * 12)
+        probability = torch.where(draws, r, 1 - r).prod(-1)
+        error = shrinkage_estimate(w, r, shrinkage, draws, residual) - w.sum()
+        for delta in (0.9, 0.5, 0.1):
+            bound = bernstein_certificate(w, r, shrinkage, residual, w.sum(), delta, share).error_bound * w.sum()
+            assert float(probability[error > bound].sum()) <= share * delta
+            assert float(probability[-error > bound].sum()) <= (1 - share) * delta
+
+    @pytest.mark.parametrize("share", [0.0, 1.0, -0.5, math.nan])
+    def test_share_out_of_range_raises(self, share):
+        with pytest.raises(ValueError, match="upper_share"):
+            bernstein_certificate(*make_problem(5), 0.1, share)
+        with pytest.raises(ValueError, match="upper_share"):
+            fetch_plan(*make_problem(5), 0.1, 0.1, share)
 
 
 class TestCoverageAfterPlanning:

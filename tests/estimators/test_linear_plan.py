@@ -92,29 +92,29 @@ def make_rows(kind, n_rows, n_tokens, seed=0, dtype=F64):
     return weights.to(dtype), r.to(dtype), r < 1, denominator.to(dtype)
 
 
-def reference(weights, r, residual, denominator, epsilon):
+def reference(weights, r, residual, denominator, epsilon, upper_share=None):
     """The plan by sorting, and its shrinkage."""
     shrinkage = binary_shrinkage(weights, r, residual)
-    return fetch_plan(weights, r, shrinkage, residual, denominator, epsilon, DELTA), shrinkage
+    return fetch_plan(weights, r, shrinkage, residual, denominator, epsilon, DELTA, upper_share), shrinkage
 
 
-def exact_bound(weights, r, residual, denominator, shrinkage, promoted):
+def exact_bound(weights, r, residual, denominator, shrinkage, promoted, upper_share=None):
     """The float64 bound of what is left."""
     wide = [tensor.double() for tensor in (weights, r, shrinkage)]
     left = residual & ~promoted
-    return bernstein_certificate(*wide, left, denominator.double(), DELTA).error_bound
+    return bernstein_certificate(*wide, left, denominator.double(), DELTA, upper_share).error_bound
 
 
-def assert_same_plan(rows, epsilon):
+def assert_same_plan(rows, epsilon, upper_share=None):
     """k*, shrinkage and bounds are the reference's; sets differ only where drops are equal."""
     weights, r, residual, denominator = rows
-    plan = linear_plan(*rows, epsilon, DELTA)
-    expected, shrinkage = reference(*rows, epsilon)
+    plan = linear_plan(*rows, epsilon, DELTA, upper_share=upper_share)
+    expected, shrinkage = reference(*rows, epsilon, upper_share)
     assert torch.equal(plan.n_promoted, expected.n_promoted)
     assert torch.equal(plan.shrinkage, shrinkage)
     assert torch.equal(plan.promoted.sum(-1), plan.n_promoted)
     torch.testing.assert_close(plan.error_bound, expected.error_bound, rtol=1e-12, atol=0.0)
-    bound = exact_bound(*rows, plan.shrinkage, plan.promoted)
+    bound = exact_bound(*rows, plan.shrinkage, plan.promoted, upper_share)
     assert bool((bound < epsilon).all())
     torch.testing.assert_close(plan.planned_bound, bound, rtol=1e-10, atol=1e-30)
     swapped = plan.promoted ^ expected.promoted
@@ -137,6 +137,15 @@ class TestAgainstTheSort:
     def test_medium_rows(self, kind):
         for seed, (n_rows, n_tokens, epsilon) in enumerate([(32, 1000, 0.1), (24, 2049, 0.01), (8, 4097, 0.05)]):
             assert_same_plan(make_rows(kind, n_rows, n_tokens, seed), epsilon)
+
+    @pytest.mark.parametrize("upper_share", [0.5, 0.7])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_sides_bounded_apart(self, kind, upper_share, monkeypatch):
+        for seed, (n_rows, n_tokens, epsilon) in enumerate([(16, 3, 0.1), (16, 600, 0.05), (6, 2500, 0.02)]):
+            assert_same_plan(make_rows(kind, n_rows, n_tokens, seed), epsilon, upper_share)
+        monkeypatch.setattr(boundary_module, "sizes_may_vary", lambda device: False)
+        monkeypatch.setattr(plan_module, "sizes_may_vary", lambda device: False)
+        assert_same_plan(make_rows(kind, 6, 700), 0.05, upper_share)
 
     @pytest.mark.parametrize("kind", ["peaked", "tied", "constant", "r_at_floor", "inflated"])
     @pytest.mark.parametrize("n_tokens", [32_768, 131_072])
@@ -205,6 +214,14 @@ class TestFloat32:
                 assert bool((plan.planned_bound < epsilon).all())
                 assert torch.equal(plan.promoted.sum(-1), plan.n_promoted)
                 assert not bool((plan.promoted & ~rows[2]).any())
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_float64_bound_of_both_sides_is_below_epsilon(self, kind):
+        for seed, n_tokens in enumerate([2, 600, 3000]):
+            for epsilon in (0.3, 0.02):
+                rows = make_rows(kind, 6, n_tokens, seed, F32)
+                plan = linear_plan(*rows, epsilon, DELTA, upper_share=0.7)
+                assert bool((exact_bound(*rows, plan.shrinkage, plan.promoted, 0.7) < epsilon).all())
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_hardly_more_than_in_float64(self, kind):

@@ -1,4 +1,9 @@
-"""The Bernstein certificate: a bound on the relative error of the denominator, Eq. (7) and Lemma 1."""
+"""The Bernstein certificate: a bound on the relative error of the denominator, Eq. (7) and Lemma 1.
+
+Eq. (7) bounds both sides of the error alike. They differ: a drawn token may add up to lambda w (1 - r) / r, a token
+that is not drawn takes away lambda w at most, and the bias only ever makes the estimate too small. With
+``upper_share`` each side has a bound, and a part of delta, of its own; ``docs/method.md`` derives it.
+"""
 
 import math
 from dataclasses import dataclass
@@ -37,7 +42,13 @@ class CertificateTerms:
 
 
 def bernstein_certificate(
-    weights: Tensor, inclusion_probs: Tensor, shrinkage: Tensor, residual: Tensor, denominator: Tensor, delta: float
+    weights: Tensor,
+    inclusion_probs: Tensor,
+    shrinkage: Tensor,
+    residual: Tensor,
+    denominator: Tensor,
+    delta: float,
+    upper_share: float | None = None,
 ) -> Certificate:
     """Bound the relative error of the shrinkage estimator, Eq. (7) and Lemma 1 of [1]_.
 
@@ -57,6 +68,8 @@ def bernstein_certificate(
         Sum of *all* weights, also of certain tokens and of tokens outside ``weights``; > 0, same scale.
     delta : float in (0, 1)
         Failure probability.
+    upper_share : float in (0, 1), optional
+        Part of ``delta`` for estimates that are too large; the rest is for those that are too small. None is Eq. (7).
 
     Returns
     -------
@@ -66,7 +79,7 @@ def bernstein_certificate(
     Raises
     ------
     ValueError
-        If ``delta`` is outside (0, 1).
+        If ``delta`` or ``upper_share`` is outside (0, 1).
 
     Notes
     -----
@@ -86,9 +99,14 @@ def bernstein_certificate(
     0.0784
     """
     check_delta(delta)
+    check_upper_share(upper_share)
     terms = certificate_terms(weights, inclusion_probs, shrinkage, residual)
     bias, variance, max_deviation = terms.bias.sum(-1), terms.variance.sum(-1), terms.deviation.amax(-1)
-    bound = error_bound(bias, variance, max_deviation, denominator, delta)
+    if upper_share is None:
+        bound = error_bound(bias, variance, max_deviation, denominator, delta)
+    else:
+        above, below = (side.amax(-1) for side in sided_deviations(weights, inclusion_probs, shrinkage, residual))
+        bound = sided_error_bound(bias, variance, above, below, denominator, delta, upper_share)
     return Certificate(bound, bias, variance, max_deviation)
 
 
@@ -108,9 +126,49 @@ def certificate_terms(
 
 def error_bound(bias: Tensor, variance: Tensor, max_deviation: Tensor, denominator: Tensor, delta: float) -> Tensor:
     """Eq. (7) from its three sums."""
-    log_term = math.log(2.0 / delta)
-    scaled = max_deviation * (log_term / 3.0)  # B
-    return (bias + scaled + (scaled.square() + 2.0 * log_term * variance).sqrt()) / denominator
+    return (bias + _bernstein_tail(variance, max_deviation, math.log(2.0 / delta))) / denominator
+
+
+def sided_deviations(
+    weights: Tensor, inclusion_probs: Tensor, shrinkage: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How far each token can lift the estimate, and how far it can lower it, (..., T); zero outside the residual set.
+
+    The larger of the two is its deviation in Eq. (7).
+    """
+    weights, inclusion_probs = at_least_float32(weights), at_least_float32(inclusion_probs)
+    r = torch.where(residual, inclusion_probs, 1.0)
+    below = torch.where(residual, shrinkage * weights, 0.0)
+    return below / r * (1.0 - r), below
+
+
+def sided_error_bound(
+    bias: Tensor,
+    variance: Tensor,
+    above: Tensor,
+    below: Tensor,
+    denominator: Tensor,
+    delta: float,
+    upper_share: float,
+) -> Tensor:
+    """The larger of Bernstein's bounds of the two sides; the bias counts only for estimates that are too small."""
+    upper = _bernstein_tail(variance, above, -math.log(upper_share * delta))
+    lower = bias + _bernstein_tail(variance, below, -math.log((1.0 - upper_share) * delta))
+    return torch.maximum(upper, lower) / denominator
+
+
+def _bernstein_tail(variance: Tensor, max_deviation: Tensor, log_term: float) -> Tensor:
+    scaled = max_deviation * (log_term / 3.0)
+    return scaled + (scaled.square() + 2.0 * log_term * variance).sqrt()
+
+
+def check_upper_share(upper_share: float | None) -> None:
+    """Raise ValueError unless it is None or 0 < upper_share < 1."""
+    if upper_share is not None and not 0.0 < upper_share < 1.0:
+        raise ValueError(
+            f"upper_share must be in (0, 1), got {upper_share}: it is the part of delta for estimates that are too "
+            f"large, and both sides need some"
+        )
 
 
 def check_delta(delta: float) -> None:

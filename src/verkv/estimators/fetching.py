@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verkv.estimators.certificate import CertificateTerms, certificate_terms, check_delta, error_bound
+from verkv.estimators.certificate import (
+    CertificateTerms,
+    certificate_terms,
+    check_delta,
+    check_upper_share,
+    error_bound,
+    sided_deviations,
+    sided_error_bound,
+)
 
 
 @dataclass(frozen=True)
@@ -93,14 +101,15 @@ def fetch_plan(
     denominator: Tensor,
     epsilon: float | Tensor,
     delta: float,
+    upper_share: float | None = None,
 ) -> FetchPlan:
     """The fewest tokens, in the order of their drop, that bring the bound below epsilon: Eqs. (8)-(10) of [1]_.
 
     Parameters
     ----------
-    weights, inclusion_probs, shrinkage, residual, denominator, delta
+    weights, inclusion_probs, shrinkage, residual, denominator, delta, upper_share
         As in :func:`~verkv.estimators.certificate.bernstein_certificate`. There is no ``sampled`` argument: Theorem 2
-        needs a plan that does not depend on the draw.
+        needs a plan that does not depend on the draw. The order is that of Eq. (9) whatever ``upper_share`` is.
     epsilon : float > 0, or Tensor, shape (...,)
         Tolerance of the relative error, of all rows or of each.
 
@@ -111,7 +120,7 @@ def fetch_plan(
     Raises
     ------
     ValueError
-        If ``epsilon`` is not > 0 or ``delta`` not in (0, 1).
+        If ``epsilon`` is not > 0, or ``delta`` or ``upper_share`` not in (0, 1).
 
     Notes
     -----
@@ -132,18 +141,19 @@ def fetch_plan(
     """
     check_epsilon(epsilon)
     check_delta(delta)
+    check_upper_share(upper_share)
     terms = certificate_terms(weights, inclusion_probs, shrinkage, residual)
     drop = torch.where(residual, _drop(terms, denominator, delta), -torch.inf)
     order = drop.argsort(dim=-1, descending=True, stable=True)  # L_g, then the tokens outside L, which add nothing
 
-    remaining_max = terms.deviation.gather(-1, order).flip(-1).cummax(-1).values.flip(-1)
-    bounds = error_bound(
-        _suffix_sum(terms.bias, order),
-        _suffix_sum(terms.variance, order),
-        remaining_max,
-        denominator[..., None],
-        delta,
-    )  # (..., T): bound of L_g[k:] for k = 0 .. T - 1; nothing remains at k = T
+    sums = _suffix_sum(terms.bias, order), _suffix_sum(terms.variance, order)
+    if upper_share is None:
+        bounds = error_bound(*sums, _suffix_max(terms.deviation, order), denominator[..., None], delta)
+    else:
+        sides = sided_deviations(weights, inclusion_probs, shrinkage, residual)
+        largest = [_suffix_max(side, order) for side in sides]
+        bounds = sided_error_bound(*sums, *largest, denominator[..., None], delta, upper_share)
+    # (..., T): bound of L_g[k:] for k = 0 .. T - 1; nothing remains at k = T
     bounds = torch.cat([bounds, torch.zeros_like(bounds[..., :1])], dim=-1)
     # Bounds fall in k, so k* is one more than the last k that fails. A NaN counts as failing: it promotes everything.
     limit = epsilon[..., None] if isinstance(epsilon, Tensor) else epsilon
@@ -188,6 +198,10 @@ def smallest_prefix(order: Tensor, fails: Tensor, residual: Tensor) -> tuple[Ten
 
 def _suffix_sum(values: Tensor, order: Tensor) -> Tensor:
     return values.gather(-1, order).flip(-1).cumsum(-1).flip(-1)
+
+
+def _suffix_max(values: Tensor, order: Tensor) -> Tensor:
+    return values.gather(-1, order).flip(-1).cummax(-1).values.flip(-1)
 
 
 def _arange_like(order: Tensor) -> Tensor:

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from verkv.estimators.boundary import Selection, running_sum, sizes_may_vary, summation_error, tokens_above
-from verkv.estimators.certificate import CertificateTerms, check_delta, error_bound
+from verkv.estimators.certificate import (
+    CertificateTerms,
+    check_delta,
+    check_upper_share,
+    error_bound,
+    sided_error_bound,
+)
 from verkv.estimators.fetching import check_epsilon
 from verkv.estimators.numerics import at_least_float32
 
@@ -64,6 +70,7 @@ def linear_plan(
     epsilon: float | Tensor,
     delta: float,
     shrinkage: Tensor | None = None,
+    upper_share: float | None = None,
 ) -> LinearPlan:
     """Shrink, certify and find the fewest tokens to make exact, in linear time: Algorithm 2 of [1]_ and its A.2.
 
@@ -83,6 +90,8 @@ def linear_plan(
         Probability that the bound fails.
     shrinkage : Tensor, shape (..., T), optional
         Coefficients in [r, 1] to plan with, instead of the binary ones.
+    upper_share : float in (0, 1), optional
+        As in :func:`~verkv.estimators.certificate.bernstein_certificate`.
 
     Returns
     -------
@@ -91,7 +100,7 @@ def linear_plan(
     Raises
     ------
     ValueError
-        If ``epsilon`` is not > 0 or ``delta`` not in (0, 1).
+        If ``epsilon`` is not > 0, or ``delta`` or ``upper_share`` not in (0, 1).
 
     Notes
     -----
@@ -115,6 +124,7 @@ def linear_plan(
     """
     check_epsilon(epsilon)
     check_delta(delta)
+    check_upper_share(upper_share)
     weights, r, denominator = (at_least_float32(tensor) for tensor in (weights, inclusion_probs, denominator))
     shape = torch.broadcast_shapes(weights.shape, r.shape, residual.shape)
     epsilon = torch.as_tensor(epsilon, dtype=weights.dtype, device=weights.device)
@@ -129,7 +139,7 @@ def linear_plan(
         weights.new_zeros(shape[:-1]),
     )
     if weights.expand(shape).numel():
-        _plan_blocks(inputs, outputs, delta)
+        _plan_blocks(inputs, outputs, _Bound(delta, upper_share))
     return outputs
 
 
@@ -141,18 +151,18 @@ def _lift(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor
 
 
-def _plan_blocks(inputs: list[Tensor | None], outputs: LinearPlan, delta: float) -> None:
+def _plan_blocks(inputs: list[Tensor | None], outputs: LinearPlan, bound: "_Bound") -> None:
     """Plan as many rows at a time as stay in the cache; the first axes are cut first."""
     shape = inputs[0].shape
     limit = _CPU_PAIRS if inputs[0].device.type == "cpu" else _DEVICE_PAIRS
     axis = next((axis for axis, size in enumerate(shape[:-1]) if size > 1), None)
     if axis is None or shape.numel() <= limit:
-        _plan_block(*inputs, outputs, delta)
+        _plan_block(*inputs, outputs, bound)
         return
     step = max(1, limit * shape[axis] // shape.numel())
     for start in range(0, shape[axis], step):
         cut = partial(_cut, axis=axis, start=start, length=min(step, shape[axis] - start))
-        _plan_blocks([cut(tensor) for tensor in inputs], LinearPlan(*map(cut, _fields(outputs))), delta)
+        _plan_blocks([cut(tensor) for tensor in inputs], LinearPlan(*map(cut, _fields(outputs))), bound)
 
 
 def _cut(tensor: Tensor | None, axis: int, start: int, length: int) -> Tensor | None:
@@ -171,7 +181,7 @@ def _plan_block(
     epsilon: Tensor,
     shrinkage: Tensor | None,
     outputs: LinearPlan,
-    delta: float,
+    bound: "_Bound",
 ) -> None:
     weights, denominator = _normalised(weights, denominator[..., None])
     r = torch.where(residual, r, 1.0)  # then 1 - r, and all but the deviation, is 0 outside the residual set
@@ -185,19 +195,27 @@ def _plan_block(
     if shrinkage is not outputs.shrinkage:
         outputs.shrinkage.copy_(shrinkage)
     terms, own = _certificate_terms(weights, r, residual, spread, shrunk, shrinkage)
-    bound, key = _bound_and_order(terms, own, shrunk, denominator, delta)
+    key, bias, variance, largest = _order(terms, own, shrunk, bound.log_term)
+    addends = [terms.bias, terms.variance, terms.deviation]
+    before = [bias, variance, largest]
+    if bound.upper_share is not None:
+        # What is not shrunk lifts the estimate by u at most, and lowers it by w.
+        sides = [shrunk.replace(side.clone(), shrunk.of(side) * shrunk.of(shrinkage)) for side in (spread, weights)]
+        addends[2:] = [side.masked_fill_(~residual, 0.0) for side in sides]
+        before[2:] = [side.amax(-1, keepdim=True) for side in addends[2:]]
+    error = bound.of(before, denominator)
 
-    tolerance = _safe_tolerance(epsilon[..., None], delta, r, weights.shape[-1])
-    rule = _FetchRule(_rows(denominator), _rows(tolerance), delta)
-    outputs.error_bound.copy_(bound.squeeze(-1))
-    if sizes_may_vary(bound.device) and bool((bound < tolerance * (1.0 - 1e-3)).all()):
+    tolerance = _safe_tolerance(epsilon[..., None], bound.largest_log_term, r, weights.shape[-1])
+    rule = _FetchRule(_rows(denominator), _rows(tolerance), bound)
+    outputs.error_bound.copy_(error.squeeze(-1))
+    if sizes_may_vary(error.device) and bool((error < tolerance * (1.0 - 1e-3)).all()):
         outputs.planned_bound.copy_(outputs.error_bound)  # nothing to promote in any row
         return
-    promoted, kept = tokens_above(_rows(key), [_rows(t) for t in (terms.bias, terms.variance, terms.deviation)], rule)
+    promoted, kept = tokens_above(_rows(key), [_rows(addend) for addend in addends], rule)
     torch.logical_and(promoted.view(weights.shape), residual, out=outputs.promoted)
     outputs.n_promoted.copy_(outputs.promoted.view(torch.uint8).sum(-1, dtype=torch.int32))
-    outputs.planned_bound.copy_(rule.bound(kept).view_as(bound).squeeze(-1))
-    _promote_all(~torch.isfinite(bound), residual, outputs)  # there neither an order nor a certificate exists
+    outputs.planned_bound.copy_(rule.bound_of(kept).view_as(error).squeeze(-1))
+    _promote_all(~torch.isfinite(error), residual, outputs)  # there neither an order nor a certificate exists
 
 
 def _promote_all(lost: Tensor, residual: Tensor, outputs: LinearPlan) -> None:
@@ -243,17 +261,14 @@ def _certificate_terms(
     return terms, own
 
 
-def _bound_and_order(
-    terms: CertificateTerms, own: CertificateTerms, shrunk: Selection, denominator: Tensor, delta: float
-) -> tuple[Tensor, Tensor]:
-    """The bound of the whole residual set, (..., 1), and a key in the order of the drops, (..., T)."""
-    log_term = math.log(2.0 / delta)
+def _order(
+    terms: CertificateTerms, own: CertificateTerms, shrunk: Selection, log_term: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A key in the order of the drops, (..., T), and Eq. (7)'s beta, V and b of the whole residual set, (..., 1)."""
     bias, variance = terms.bias.sum(-1, keepdim=True), terms.variance.sum(-1, keepdim=True)
     largest, at = terms.deviation.max(-1, keepdim=True)
     second = terms.deviation.scatter_(-1, at, 0.0).amax(-1, keepdim=True)
     terms.deviation.scatter_(-1, at, largest)
-    bound = error_bound(bias, variance, largest, denominator, delta)
-
     scaled, scaled_second = largest * (log_term / 3.0), second * (log_term / 3.0)  # B, and B without the largest
     root = (scaled.square() + 2.0 * log_term * variance).sqrt()
     key = _ordinary_variance(own, shrunk.of(variance), shrunk.of(root), shrunk.of(scaled), None, log_term)
@@ -261,7 +276,8 @@ def _bound_and_order(
     # Only the token with the largest deviation lowers b when it goes, and only if it is alone in having it.
     own = CertificateTerms(terms.bias.gather(-1, at), terms.variance.gather(-1, at), largest)
     alone = _ordinary_variance(own, variance, root, scaled, scaled_second, log_term)
-    return bound, key.scatter_(-1, at, torch.where(second < largest, alone, key.gather(-1, at)))
+    key = key.scatter_(-1, at, torch.where(second < largest, alone, key.gather(-1, at)))
+    return key, bias, variance, largest
 
 
 def _ordinary_variance(
@@ -286,7 +302,7 @@ def _ordinary_variance(
     return torch.where(drop < root, below, beyond) / (2.0 * log_term)
 
 
-def _safe_tolerance(epsilon: Tensor, delta: float, r: Tensor, n_tokens: int) -> Tensor:
+def _safe_tolerance(epsilon: Tensor, log_term: float, r: Tensor, n_tokens: int) -> Tensor:
     """Epsilon less what rounding may hide below float64; (..., 1). In float64 it is epsilon, as in the reference."""
     if epsilon.dtype == torch.float64:
         return epsilon
@@ -294,8 +310,38 @@ def _safe_tolerance(epsilon: Tensor, delta: float, r: Tensor, n_tokens: int) -> 
     relative = summation_error(n_tokens, epsilon.dtype) + 16 * limits.eps  # the sums; the terms and the bound itself
     # Each weight and each square may have lost up to the smallest normal number, divided by r (D is at least 1 here);
     # what that does to the sums of biases and deviations is less than what it does to the root of the variances.
-    lost = 4.0 * math.sqrt(2.0 * math.log(2.0 / delta) * n_tokens * limits.tiny)
+    lost = 4.0 * math.sqrt(2.0 * log_term * n_tokens * limits.tiny)
     return epsilon * (1.0 - relative) - lost * r.amin(-1, keepdim=True).rsqrt_()
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Eq. (7), or the larger of the bounds of the two sides, as a function of sums and maxima over tokens."""
+
+    delta: float
+    upper_share: float | None
+
+    @property
+    def log_term(self) -> float:
+        """l of Eq. (7), which also orders the tokens."""
+        return math.log(2.0 / self.delta)
+
+    @property
+    def largest_log_term(self) -> float:
+        """Of the side with the smaller part of delta."""
+        share = 0.5 if self.upper_share is None else min(self.upper_share, 1.0 - self.upper_share)
+        return -math.log(share * self.delta)
+
+    @property
+    def reductions(self) -> tuple[str, ...]:
+        """Of bias, variance and deviation, or of bias, variance and the deviations of the two sides."""
+        return ("sum", "sum", "amax") if self.upper_share is None else ("sum", "sum", "amax", "amax")
+
+    def of(self, reduced: list[Tensor], denominator: Tensor) -> Tensor:
+        """The bound."""
+        if self.upper_share is None:
+            return error_bound(*reduced, denominator, self.delta)
+        return sided_error_bound(*reduced, denominator, self.delta, self.upper_share)
 
 
 class _ShrinkageWalk:
@@ -323,13 +369,13 @@ class _FetchRule:
     """Tokens by falling drop are promoted until the bound of those left is below the tolerance (Eq. 10)."""
 
     from_top = False
-    reductions = ("sum", "sum", "amax")  # bias, variance, deviation: the three terms of Eq. (7)
 
-    def __init__(self, denominator: Tensor, tolerance: Tensor, delta: float):
-        self.denominator, self.tolerance, self.delta = denominator, tolerance, delta
+    def __init__(self, denominator: Tensor, tolerance: Tensor, bound: _Bound):
+        self.denominator, self.tolerance, self.bound = denominator, tolerance, bound
+        self.reductions = bound.reductions
 
-    def bound(self, terms: list[Tensor]) -> Tensor:
-        return error_bound(*terms, self.denominator, self.delta)
+    def bound_of(self, reduced: list[Tensor]) -> Tensor:
+        return self.bound.of(reduced, self.denominator)
 
     def boundary_bin(
         self, bins: list[Tensor], largest_key: Callable[[], Tensor], state: list[Tensor]
@@ -342,9 +388,10 @@ class _FetchRule:
 
     def _count_kept(self, values: list[Tensor], state: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Whether the bound holds with these kept, from the smallest drop to each; for how many, and their terms."""
-        bias, variance, deviation = values
-        largest = torch.maximum(deviation.cummax(-1).values, state[2])
-        left = [running_sum(bias) + state[0], running_sum(variance) + state[1], largest]
-        enough = self.bound(left) < self.tolerance  # a NaN is not
+        left = [running_sum(value) + before for value, before in zip(values[:2], state[:2], strict=True)]
+        left += [
+            torch.maximum(value.cummax(-1).values, before) for value, before in zip(values[2:], state[2:], strict=True)
+        ]
+        enough = self.bound_of(left) < self.tolerance  # a NaN is not
         count = enough.sum(-1, keepdim=True)
         return enough, count, [torch.cat(pair, dim=-1).gather(-1, count) for pair in zip(state, left, strict=True)]
