@@ -1,9 +1,13 @@
 """Figure 5 on a small model: how often the true error of the softmax denominator exceeds epsilon.
 
 Every context is prefilled and scored once; each setting is sealed and audited on that prefix: a question pass and the
-teacher-forced tokens of dense attention's own answer. One JSON line per setting, and a Markdown table at the end.
+teacher-forced tokens of dense attention's own answer. One JSON line per setting; at the end a Markdown table, and our
+violations beside the paper's as CSV, SVG and PNG.
 
-    python experiments/figure5_adherence.py --output docs/results/figure5_smollm2.jsonl
+    python experiments/figure5_adherence.py
+    python experiments/figure5_adherence.py --preset paper
+
+The context is English prose with needles; the paper's is RULER.
 """
 
 import argparse
@@ -14,18 +18,30 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from paper_items import main, paper_table, write
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from verkv import KVzipPress, PoissonCompPress, VerKVPress, __version__
 from verkv.demo import build_task, encode_task
 from verkv.demo_model import demo_model_path
+from verkv.report import groups, plots
 
 EPSILONS = (0.01, 0.05, 0.1, 0.3)
 PLANS = {  # name: (sketch, paper)
     "exact sketch": ("exact", False),
     "2-bit sketch, blind plan": ("rope_pair", False),
     "2-bit sketch, paper's plan": ("rope_pair", True),
+}
+
+PAPER_PLANS = {  # ours: the paper's
+    "no fetch": "no fetch",
+    "exact sketch": "perfect sketch",
+    "2-bit sketch, paper's plan": "2-bit sketch",
+}
+PRESETS = {  # model, lengths, protected tokens at either end, shortlist
+    "laptop": (None, [2400, 3200], 32, 32),
+    "paper": ("Qwen/Qwen3-4B-Instruct-2507", [32768], 64, 128),
 }
 
 
@@ -52,15 +68,15 @@ def audited_stats(press, model, cache, scores, prefix_length, question_ids, answ
     return press.stats
 
 
-def settings(compression_ratio: float, alphas: list[float], seed: int):
+def settings(compression_ratio: float, alphas: list[float], seed: int, ends: int = 32, shortlist: int = 32):
     """Every press to audit, with what identifies it."""
     plain = {"outliers": 0.0, "error_aware": False}
-    common = {"compression_ratio": compression_ratio, "n_sink": 32, "n_local": 32, "seed": seed, "audit": True}
+    common = {"compression_ratio": compression_ratio, "n_sink": ends, "n_local": ends, "seed": seed, "audit": True}
     for alpha in alphas:
         yield {"plan": "no fetch", "alpha": alpha}, PoissonCompPress(KVzipPress(), alpha=alpha, **common)
         for plan, (sketch, paper) in PLANS.items():
             for epsilon in EPSILONS:
-                options = {"alpha": alpha, "sketch": sketch, "paper": paper, "shortlist": 32} | plain | common
+                options = {"alpha": alpha, "sketch": sketch, "paper": paper, "shortlist": shortlist} | plain | common
                 press = VerKVPress(KVzipPress(), epsilon=epsilon, **options)
                 yield {"plan": plan, "alpha": alpha, "epsilon": epsilon}, press
 
@@ -108,20 +124,49 @@ def markdown(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
-    """Run all settings on all contexts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="default: the demo model")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2400, 3200])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--alphas", type=float, nargs="+", default=[0.0, 0.3])
-    parser.add_argument("--compression-ratio", type=float, default=0.9375)
-    parser.add_argument("--output", type=Path, default=Path("experiments/results/figure5.jsonl"))
-    options = parser.parse_args()
+def rows_of(lines: list[dict]) -> list[dict]:
+    """One row for each plan, alpha and tolerance, averaged over the contexts, with the paper's figure if it has one."""
+    told = {(row["plan"], row["epsilon"]): row["violations"] for row in paper_table("figure5_adherence")}
+    found = []
+    for (plan, alpha, epsilon), group in groups.by(lines, lambda x: (x["plan"], x["alpha"], x["epsilon"])).items():
+        violations = 100.0 * sum(line["violation_rate"] for line in group) / len(group)
+        row = {"plan": plan, "alpha": alpha, "epsilon": epsilon, "violations %": violations}
+        row["paper's %"] = told.get((PAPER_PLANS.get(plan), epsilon)) if alpha == 0 else None
+        found.append(row | {"decisions": sum(line["decisions"] for line in group)})
+    return found
 
+
+@plots.styled
+def picture(rows: list[dict]):
+    """Violations against the tolerance with alpha 0, as published: ours filled, the paper's open and dotted."""
+    named = groups.by((row for row in rows if row["alpha"] == min(r["alpha"] for r in rows)), lambda row: row["plan"])
+    figure, axes = plots.start(2 * len(named))
+    for (plan, group), colour, marker in zip(
+        named.items(), ("#56B4E9", "#009E73", "#E69F00", "#D55E00"), "D^vs", strict=False
+    ):
+        x, style = [row["epsilon"] for row in group], {"color": colour, "marker": marker}
+        axes.plot(x, [row["violations %"] for row in group], label=plan, **style)
+        if all(row["paper's %"] is not None for row in group):
+            style |= {"linestyle": ":", "markerfacecolor": "white"}
+            axes.plot(x, [row["paper's %"] for row in group], label=f"the paper: {PAPER_PLANS[plan]}", **style)
+    axes.axhline(10, color=plots.GREY, linestyle="--", linewidth=1.2, label="δ = 10 %")
+    axes.set(xscale="log", xlabel="tolerance ε (relative error of the softmax denominator)")
+    axes.set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
+    axes.set_xticks([], minor=True)
+    axes.set(ylabel="decisions beyond ε (%)", ylim=(0, None))
+    plots.legend_below(figure, axes)
+    return figure
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run all settings on all contexts."""
+    preset_model, preset_tokens, ends, shortlist = PRESETS[options.preset]
+    options.model, options.tokens = options.model or preset_model, options.tokens or preset_tokens
     name = options.model or str(demo_model_path())
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name).eval()
+    if torch.cuda.is_available():
+        model = model.cuda()
     versions = {"verkv": __version__, "python": platform.python_version()}
     versions |= {package: version(package) for package in ("torch", "transformers", "kvpress")}
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +183,7 @@ def main() -> None:
                 model.model(input_ids=context_ids, past_key_values=cache)
                 scores = source.after_prefill(model, cache, context_ids, None)
             answer_ids = dense_answer(model, cache, question_ids, n_tokens=8)
-            for setting, press in settings(options.compression_ratio, options.alphas, seed):
+            for setting, press in settings(options.compression_ratio, options.alphas, seed, ends, shortlist):
                 stats = audited_stats(press, model, cache, scores, source.prefix_length, question_ids, answer_ids)
                 for line in result_lines(setting, stats):
                     line |= {
@@ -147,9 +192,9 @@ def main() -> None:
                         "seed": seed,
                         "compression_ratio": options.compression_ratio,
                         "delta": 0.1,
-                        "n_sink": 32,
-                        "n_local": 32,
-                        "shortlist": 32,
+                        "n_sink": ends,
+                        "n_local": ends,
+                        "shortlist": shortlist,
                         "device": str(model.device),
                         "versions": versions,
                     }
@@ -157,8 +202,24 @@ def main() -> None:
                     lines.append(line)
                 file.flush()
                 bar.update()
-    print(markdown(lines))
+    print(markdown(lines), end="\n\n")
+    options.output = options.output.with_suffix(".csv")
+    rows = rows_of(lines)
+    write(options, rows, picture(rows))
+
+
+def options_parser() -> argparse.ArgumentParser:
+    """Options of this script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=list(PRESETS), default="laptop", help="model and lengths (default: laptop)")
+    parser.add_argument("--model", help="default: the preset's")
+    parser.add_argument("--tokens", type=int, nargs="+", help="default: the preset's")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.0, 0.3])
+    parser.add_argument("--compression-ratio", type=float, default=0.9375)
+    parser.add_argument("--output", type=Path, default=Path("experiments/results/figure5.jsonl"))
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    main(run, options_parser().parse_args())
