@@ -1,4 +1,4 @@
-"""The command line: ``verkv demo``, ``verkv bench`` and ``verkv kvtc``."""
+"""The command line: ``verkv demo``, ``verkv eval``, ``verkv report``, ``verkv bench`` and ``verkv kvtc``."""
 
 import argparse
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 from verkv import __version__
 from verkv.codecs import cli as kvtc_cli
+from verkv.evaluation import cli as eval_cli
+from verkv.report import cli as report_cli
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,6 +19,10 @@ def main(arguments: list[str] | None = None) -> int:
         return _bench(options)
     if options.command == "kvtc":
         return kvtc_cli.run(options)
+    if options.command == "eval":
+        return eval_cli.run(options)
+    if options.command == "report":
+        return report_cli.run(options)
     raise AssertionError(options.command)
 
 
@@ -93,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--epsilon", type=float, default=0.05, help="VerKV's tolerance")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write all times here")
     kvtc_cli.add_parser(commands)
+    eval_cli.add_parser(commands)
+    report_cli.add_parser(commands)
     return parser
 
 
