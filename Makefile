@@ -14,7 +14,8 @@ WORKERS ?= 2
 DOCTESTS := --doctest-modules src/verkv/estimators src/verkv/sketches
 TESTS := $(DOCTESTS) tests
 # What the working loop does without, beside tests marked slow: it is to take less than three minutes on two cores.
-SLOW_PARTS := matrix lifecycle cuda codecs bench test_adapters.py test_quantised_models.py estimators/test_output_bound.py
+SLOW_PARTS := matrix lifecycle cuda codecs bench evaluation report experiments segments test_adapters.py \
+    test_quantised_models.py estimators/test_output_bound.py
 # What needs no KVPress. Files and cells that do (all presses, hybrid models) are here to be listed as skipped, with the
 # reason.
 NEWEST_TESTS := $(DOCTESTS) tests/estimators tests/sketches tests/cuda tests/matrix tests/lifecycle tests/presses \
