@@ -8,7 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
-    from verkv.cache import VerKVCache, make_cache
+    from verkv.cache import VerKVCache, make_cache, reseal
+    from verkv.chunked import prefill
     from verkv.presses import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress, record_queries
     from verkv.sketches import ExactSketch, RopePairSketch
     from verkv.stats import FetchStats, MemoryReport, memory_report
@@ -23,6 +24,8 @@ _HOMES = {
     "record_queries": "verkv.presses",
     "VerKVCache": "verkv.cache",
     "make_cache": "verkv.cache",
+    "reseal": "verkv.cache",
+    "prefill": "verkv.chunked",
     "FetchStats": "verkv.stats",
     "MemoryReport": "verkv.stats",
     "memory_report": "verkv.stats",

@@ -27,6 +27,9 @@ _COMPUTING = frozenset({
 _HARMLESS = frozenset(["_base", "grad"])
 
 _observer: contextvars.ContextVar[Callable | None] = contextvars.ContextVar("verkv_attention_observer", default=None)
+_sealed_observer: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
+    "verkv_sealed_observer", default=None
+)
 
 
 def weighted_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -161,17 +164,19 @@ def wrap_attention_functions() -> None:
 
 
 @contextlib.contextmanager
-def observe_attention(observer: Callable) -> Iterator[None]:
+def observe_attention(observer: Callable, sealed: Callable | None = None) -> Iterator[None]:
     """Call ``observer(module, query, key, scaling)`` before every attention on plain tensors.
 
-    Queries and keys are what the attention function sees: after norm, RoPE and any query scale.
+    Queries and keys are what the attention function sees: after norm, RoPE and any query scale. ``sealed(module, query,
+    layer, scaling)`` is called before every attention that a sealed layer answers.
     """
     wrap_attention_functions()
-    token = _observer.set(observer)
+    tokens = _observer.set(observer), _sealed_observer.set(sealed)
     try:
         yield
     finally:
-        _observer.reset(token)
+        _observer.reset(tokens[0])
+        _sealed_observer.reset(tokens[1])
 
 
 def _wrapped(function: Callable) -> Callable:
@@ -185,6 +190,9 @@ def _wrapped(function: Callable) -> Callable:
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
             try:
                 _refuse_unsupported(module, kwargs)
+                observer = _sealed_observer.get()
+                if observer is not None:
+                    observer(module, query, key.layer, scaling)
                 return key.layer.attend(query, attention_mask, scaling), None
             except BaseException:
                 key.layer.undo_update()

@@ -1,5 +1,8 @@
 """The cache: a layer that is transformers' own until it is sealed, and helpers to make and seal whole caches."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -9,7 +12,9 @@ from verkv.attention import SealedHandle, wrap_attention_functions
 from verkv.context import SealedContext, SealPlan
 from verkv.hybrid import HybridStates, LinearLayer, repair_linear_attention
 from verkv.members import Member, join_layers, kept_length
+from verkv.segments import last_probs
 from verkv.stats import FetchStats, MemoryReport, memory_report
+from verkv.tail import TailRecord
 from verkv.window import WindowLayer
 
 
@@ -64,14 +69,16 @@ class SealedKV:
 class VerKVLayer(Member, DynamicLayer):
     """A cache layer that behaves as transformers' ``DynamicLayer`` until :meth:`seal`.
 
-    Sealed, the context lives in a :class:`~verkv.context.SealedContext` and new tokens in a tail that is always exact.
-    Lengths stay logical: positions, masks and ``generate`` see the full context.
+    Sealed, the context lives in a :class:`~verkv.context.SealedContext` and new tokens in a tail that is always exact,
+    until they are sealed as a further segment. Lengths stay logical: positions, masks and ``generate`` see the full
+    context.
     """
 
     is_sliding = False
 
     def __init__(self):
         self.context: SealedContext | None = None
+        self.record: TailRecord | None = None  # what sealing the tail will need, where it is to be sealed
         self._length_before = 0
         super().__init__()
 
@@ -93,23 +100,34 @@ class VerKVLayer(Member, DynamicLayer):
         return self.context is not None
 
     def seal(self, plan: SealPlan, stats: FetchStats) -> None:
-        """Split the context as planned; the device's full copy is freed.
+        """Split the first unsealed tokens as planned, as many as there are codes; the device's full copy is freed.
 
         Parameters
         ----------
         plan : SealPlan
+            Of a context, or of its next segment.
         stats : FetchStats
             Shared by the cache's layers.
         """
         wrap_attention_functions()
-        keys, values = self._keys[:: plan.beams], self._values[:: plan.beams]
-        self.context = SealedContext(keys, values, plan, self._index, stats)
-        batch = self._keys.shape[0]
+        n_sealed, (all_keys, all_values) = plan.codes.shape[2], self.unsealed()
+        keys, values = (t[:: plan.beams, :, :n_sealed] for t in (all_keys, all_values))
+        if self.context is None:
+            self.context = SealedContext(keys, values, plan, self._index, stats)
+        else:
+            self.context.append(keys, values, plan)
+        # Copied, so that the memory of what is sealed is freed.
+        self.tail_keys, self.tail_values = (t[:, :, n_sealed:].clone() for t in (all_keys, all_values))
         self._keys = self._values = None
-        self._clear_tail(batch)
+        if self.record is not None:
+            self.record = self.record.drop_first(n_sealed)
+
+    def unsealed(self) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, Hkv, t, d) of the tokens that are not sealed."""
+        return (self.tail_keys, self.tail_values) if self.sealed else (self._keys, self._values)
 
     def unseal(self) -> None:
-        """Bring the full context back to the device (undoes :meth:`seal`; needs the host tier)."""
+        """Bring the full context back to the device (undoes every :meth:`seal`; needs the host tier)."""
         if self.context.host is None:
             raise RuntimeError("the layer keeps no host copy of the context, so it cannot be unsealed")
         keys, values = self.context.host.keys, self.context.host.values
@@ -122,6 +140,9 @@ class VerKVLayer(Member, DynamicLayer):
         """Bytes by tier and part of a sealed layer."""
         parts = self.context.memory()
         parts["device_uncharged"]["tail"] = self.tail_keys.nbytes + self.tail_values.nbytes
+        if self.record is not None:
+            parts["device_uncharged"] |= self.record.device_bytes()
+            parts["host"] |= self.record.host_bytes()
         return parts
 
     @property
@@ -187,22 +208,29 @@ class VerKVLayer(Member, DynamicLayer):
         return self._keys.shape[2]
 
     def get_mask_sizes(self, query) -> tuple[int, int]:
-        """Length and offset of the mask; ``query`` is a count, or positions before transformers 5.4."""
-        return self.get_seq_length() + (query if isinstance(query, int) else query.shape[0]), 0
+        """Length and offset of the mask; ``query`` is a count, or positions before transformers 5.4.
+
+        While the context is streamed the mask covers the tail only, so that it does not grow with the context.
+        """
+        n_new = query if isinstance(query, int) else query.shape[0]
+        if self.sealed and self.context.is_streaming:
+            return self.tail_keys.shape[2] + n_new, self.context.n_tokens
+        return self.get_seq_length() + n_new, 0
 
     def crop(self, max_length: int) -> None:
-        """Keep a prefix, see :func:`~verkv.members.kept_length`. A sealed context cannot be cut."""
+        """Keep a prefix, see :func:`~verkv.members.kept_length`. The first sealed segment cannot be cut."""
         self._crop_to(kept_length(max_length, self.get_seq_length()))
 
     def reset(self) -> None:
         """Forget everything; the layer is an empty plain one again."""
         self.context, self._keys, self._values, self.is_initialized = None, None, None, False
-        self.tail_keys = self.tail_values = None
+        self.tail_keys = self.tail_values = self.record = None
         self.leave()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Permute the batch. Beams of one context share it, so only their tails move."""
         if not self.sealed:
+            self._map_record(lambda t: t[beam_idx.to(t.device)])
             return super().reorder_cache(beam_idx)
         contexts = beam_idx.to("cpu") // self.context.beams
         if not torch.equal(contexts, torch.arange(len(beam_idx), device="cpu") // self.context.beams):
@@ -211,6 +239,7 @@ class VerKVLayer(Member, DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row; repeats share their context."""
+        self._map_record(lambda t: t.repeat_interleave(repeats, dim=0))
         if not self.sealed:
             return super().batch_repeat_interleave(repeats)
         self.context.beams *= repeats
@@ -220,6 +249,7 @@ class VerKVLayer(Member, DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch rows."""
         if not self.sealed:
+            self._map_record(lambda t: t[indices.to(t.device)])
             return super().batch_select_indices(indices)
         self.context = self.context.select(indices)
         self._index_tail(indices)
@@ -258,40 +288,94 @@ class VerKVLayer(Member, DynamicLayer):
         if length >= self.get_seq_length():
             return
         if not self.sealed:
+            if self.record is not None:
+                self.record = self.record.cut(length, length)
             self._keys, self._values = self._keys[:, :, :length], self._values[:, :, :length]
             return
-        n_tail = length - self.context.n_tokens
-        if n_tail < 0:
-            raise ValueError(
-                f"max_length={length} cuts into the sealed context of {self.context.n_tokens} tokens; reset the cache "
-                f"and prefill the shorter context"
-            )
-        self.tail_keys, self.tail_values = self.tail_keys[:, :, :n_tail], self.tail_values[:, :, :n_tail]
+        self.check_crop(length)
+        self._cut_tail(length)
+        while length < self.context.n_tokens:
+            self._bring_back_segment()
+            self._cut_tail(length)
+        count_sealed([layer for _, layer in self._siblings], self.context.stats)
 
-    def _clear_tail(self, batch: int) -> None:
-        context = self.context
-        empty = {"device": context.device, "dtype": context.dtype}
-        self.tail_keys = torch.empty(batch, context.n_kv_heads, 0, context.key_dim, **empty)
-        self.tail_values = torch.empty(batch, context.n_kv_heads, 0, context.value_dim, **empty)
+    def _cut_tail(self, length: int) -> None:
+        """Leave as much of the tail as makes ``length`` tokens with the context, or nothing."""
+        n_kept = max(0, length - self.context.n_tokens)
+        self.tail_keys, self.tail_values = self.tail_keys[:, :, :n_kept], self.tail_values[:, :, :n_kept]
+        if self.record is not None:
+            self.record = self.record.cut(n_kept, length)
+
+    def check_crop(self, length: int) -> None:
+        """Raise ValueError unless the tokens behind ``length`` can be taken out."""
+        if not self.sealed:
+            return
+        lengths = [segment.n_tokens for segment in self.context.segments]
+        if length < lengths[0]:
+            raise ValueError(
+                f"max_length={length} cuts into the sealed context of {lengths[0]} tokens; reset the cache and prefill "
+                f"the shorter context"
+            )
+        ends = {sum(lengths[: number + 1]) for number in range(len(lengths))}
+        if length < self.context.n_tokens and length not in ends and self.context.host is None:
+            raise ValueError(
+                f"max_length={length} cuts into a sealed segment whose tokens are on no host: this cache can go back "
+                f"to {sorted(ends)} tokens; audit=True keeps a host copy"
+            )
+
+    def _bring_back_segment(self) -> None:
+        """Take the last segment out of the context; its tokens, where the host has them, are the tail then."""
+        probs, n_tokens = last_probs(self.context), self.context.segments[-1].n_tokens
+        states = self.context.drop_last()
+        if states is not None:
+            self.tail_keys, self.tail_values = (t.repeat_interleave(self.context.beams, 0) for t in states)
+        if self.record is not None and states is not None:
+            self.record = self.record.bring_back(n_tokens, probs, self.context.beams)
 
     def _index_tail(self, indices: Tensor) -> None:
         indices = indices.to(self.tail_keys.device)
         self.tail_keys, self.tail_values = self.tail_keys[indices], self.tail_values[indices]
+        self._map_record(lambda t: t[indices.to(t.device)])
+
+    def _map_record(self, function) -> None:
+        if self.record is not None:
+            self.record = self.record.map(function)
 
 
 class VerKVCache(Cache):
     """A cache whose full-attention layers can be sealed. See :func:`make_cache`."""
 
     stats: FetchStats | None = None
+    resealer = None  # what seals the tail, bound by the press that sealed the context
+
+    def reseal(self, **options) -> None:
+        """Seal the tail as a further segment; see :func:`reseal`."""
+        reseal(self, **options)
 
     def memory_report(self) -> MemoryReport:
         """Bytes on the device by part, and on the host."""
         return memory_report(self)
 
+    def crop(self, max_length: int) -> None:
+        """Keep a prefix; nothing is changed where a layer cannot.
+
+        Sealed layers bring the tokens of later segments back from the host. They cannot go below the end of the first
+        segment, and without a host copy only to the end of one.
+
+        Raises
+        ------
+        ValueError
+            If a layer cannot go back so far.
+        """
+        for layer in self.layers:
+            if not isinstance(layer, LinearLayer):
+                layer.check_crop(kept_length(max_length, layer.get_seq_length()))
+        super().crop(max_length)
+
     def reset(self) -> None:
         """Forget everything, statistics included."""
         super().reset()
-        self.stats = None
+        self.stats = self.resealer = None
 
 
 class VerKVHybridCache(HybridStates, VerKVCache):
@@ -399,40 +483,126 @@ def empty_cache(cache) -> None:
                 layer.cumulative_length = 0
 
 
+def reseal(cache, **options) -> None:
+    """Seal the tail of a sealed cache as a further segment, with the press that sealed it.
+
+    The tail's last ``n_local`` tokens stay in the tail: the exact window moves. Earlier segments are not touched.
+
+    Parameters
+    ----------
+    cache : transformers.Cache
+        Sealed by one of VerKV's presses, between two forward passes.
+    **options
+        ``attention_mask`` (B, T): the mask of the whole sequence, where it hides more than left padding; hidden tokens
+        are never attended to again. ``scores`` (dict of int to Tensor (B, Hkv, t)): importance of all t tokens of the
+        tail by layer, instead of the press' own. ``model``: where it is not known any more, as after unpickling.
+
+    Raises
+    ------
+    ValueError
+        If there is nothing to seal, no press to seal it with, or what the scores need is missing. The cache is left as
+        it was.
+    NotImplementedError
+        If beams that share a context differ in their tails, or the press' scores cannot be had for a segment.
+    """
+    resealer = getattr(cache, "resealer", None)
+    if resealer is None:
+        raise ValueError(
+            "the cache was sealed by no press of this process that could seal its tail; use press.reseal(model, cache)"
+        )
+    resealer.run(cache, **options)
+
+
+@contextlib.contextmanager
+def counted_apart(cache, name: str, exact: bool) -> Iterator[None]:
+    """Count forward passes in ``cache.stats.chunks`` or ``.replays``, and attend exactly to what the host holds.
+
+    Parameters
+    ----------
+    cache : transformers.Cache
+        Sealed or not.
+    name : {"chunks", "replays"}
+    exact : bool
+        Read the whole context from the host in blocks, where it is there, instead of planning.
+    """
+    contexts = [layer.context for layer in cache.layers if getattr(layer, "sealed", False)]
+    before = [(context.stats, context.is_streaming) for context in contexts]
+    try:
+        for context in contexts:
+            context.stats = context.stats.apart(name)
+            context.is_streaming = exact and context.host is not None
+        yield
+    finally:
+        for context, (stats, is_streaming) in zip(contexts, before, strict=True):
+            context.stats, context.is_streaming = stats, is_streaming
+
+
+def unsealed_keys(layer) -> Tensor:
+    """Keys (B, Hkv, t, d) of a layer's tokens that are not sealed; of a plain layer those of all."""
+    return layer.unsealed()[0] if isinstance(layer, VerKVLayer) else layer.keys
+
+
+def adopt_layers(cache) -> None:
+    """Swap plain layers for VerKV's, in place: also those that are not sealed must roll back and reset."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = VerKVLayer.adopt(layer)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = WindowLayer.adopt(layer)
+    join_layers(cache.layers)
+
+
 def seal_cache(cache, plans: dict[int, SealPlan], stats: FetchStats) -> None:
     """Seal layers of a cache, one after the other, so that the peak is the full cache plus one layer.
+
+    Layers that are sealed already get a further segment. Until all of them have it, their tails are kept.
 
     Parameters
     ----------
     cache : transformers.Cache
         ``DynamicCache`` or :class:`VerKVCache`; plain layers are swapped in place.
     plans : dict of int to SealPlan
-        By layer. Plans are complete before the first layer is sealed; if sealing fails all the same, layers that were
-        sealed are brought back where they have a host copy, otherwise the cache is reset.
+        By layer. Plans are complete before the first layer is sealed; if sealing fails all the same, layers are brought
+        back to what they were. Only a first segment of layers without a host copy cannot be: the cache is reset then.
     stats : FetchStats
         Gets the layers and bytes; also set as ``cache.stats``.
     """
-    for index, layer in enumerate(cache.layers):  # all: those that stay as they are must roll back and reset, too
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = VerKVLayer.adopt(layer)
-        elif type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[index] = WindowLayer.adopt(layer)
-    join_layers(cache.layers)
+    adopt_layers(cache)
+    is_first = not any(cache.layers[i].sealed for i in plans)
+    tails = {} if is_first else {i: vars(cache.layers[i]).copy() for i in plans}
     sealed: list[int] = []
     try:
         for index in sorted(plans):
             cache.layers[index].seal(plans[index], stats)
             sealed.append(index)
     except BaseException:
-        if all(cache.layers[i].context.host is not None for i in sealed):
-            for i in sealed:
-                cache.layers[i].unseal()
-        else:
-            cache.reset()
+        _undo_sealing(cache, sealed, tails)
         raise
-    for layer in cache.layers:
-        if isinstance(layer, (WindowLayer, LinearLayer)):
-            layer.mark_context()
+    if is_first:
+        for layer in cache.layers:
+            if isinstance(layer, (WindowLayer, LinearLayer)):
+                layer.mark_context()
     stats.sealed_layers = tuple(sealed)
-    stats.full_bytes = sum(cache.layers[i].full_bytes for i in sealed)
+    count_sealed(cache.layers, stats)
     cache.stats = stats
+
+
+def count_sealed(layers: list, stats: FetchStats) -> None:
+    """Tell the statistics how much is sealed."""
+    sealed = [layer for layer in layers if getattr(layer, "sealed", False)]
+    stats.full_bytes = sum(layer.full_bytes for layer in sealed)
+    stats.n_segments = max((len(layer.context.segments) for layer in sealed), default=0)
+
+
+def _undo_sealing(cache, sealed: list[int], before: dict[int, dict]) -> None:
+    """Bring layers that were sealed back to the state before, or empty the cache where that is gone."""
+    if before:
+        for i in sealed:
+            cache.layers[i].context.drop_last()
+            tail = {name: before[i][name] for name in ("tail_keys", "tail_values", "record")}
+            vars(cache.layers[i]).update(tail)
+    elif all(cache.layers[i].context.host is not None for i in sealed):
+        for i in sealed:
+            cache.layers[i].unseal()
+    else:
+        cache.reset()

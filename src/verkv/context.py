@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verkv import segments, streaming
 from verkv.attention import allowed_tokens, weighted_attention
 from verkv.estimators.sampling import LEVELS_PER_OCTAVE
 from verkv.kvfetch import FetchConfig, row_chunks
 from verkv.planning import KeyPool, Planner, QueryRows
 from verkv.sketches import Sketch
 from verkv.sketches.fit import FittedSketch, build_sketch
+from verkv.sketches.segmented import SegmentedSketch
 from verkv.stats import FetchStats, LayerRecord
-from verkv.tiers import LEVEL_MASK, HostTier, ResidentRows, pad_rows
+from verkv.tiers import LEVEL_MASK, HostTier, ResidentRows, Segment, host_parts, pad_rows
 from verkv.values import ValueNorms
 
 LOG_PER_LEVEL = math.log(2.0) / LEVELS_PER_OCTAVE  # -log r of one level
@@ -51,6 +53,8 @@ class SealPlan:
     violation_target : {"denominator", "output"}
     beams : int
         Batch rows that share one context: rows c * beams .. (c + 1) * beams - 1 belong to context c.
+    is_token : Tensor, shape (C, T), bool, optional
+        Of a later segment: False at tokens that the attention mask hides, whose codes are 0.
     """
 
     codes: Tensor
@@ -64,6 +68,7 @@ class SealPlan:
     on_violation: str | None = None
     violation_target: str = "denominator"
     beams: int = 1
+    is_token: Tensor | None = None
 
 
 class ToleranceViolation(RuntimeError):
@@ -71,7 +76,11 @@ class ToleranceViolation(RuntimeError):
 
 
 class SealedContext:
-    """A context split over device and host, and the attention of later queries over it."""
+    """A context split over device and host, and the attention of later queries over it.
+
+    It grows by :meth:`append`. Its tensors are never written into, so that a shallow copy is a branch: growing or
+    shrinking one leaves the other as it is.
+    """
 
     @torch.no_grad()  # rows and host copy of a prefill with gradients would hold its graph
     def __init__(self, keys: Tensor, values: Tensor, plan: SealPlan, layer_idx: int, stats: FetchStats):
@@ -100,6 +109,26 @@ class SealedContext:
         elif plan.fetch:
             is_oracle = plan.sketch.is_oracle
             self.sketch = build_sketch(plan.sketch, self.host.keys if is_oracle else keys, plan.n_padding)
+        self.segments = (Segment(self.n_tokens),)
+        self.hidden = None  # (2, M), contexts and positions of hidden tokens that are no left padding
+        self.is_streaming = False  # attention is exact, with keys and values from the host block by block
+
+    # --- growing ----------------------------------------------------------------------------------------------------
+
+    def append(self, keys: Tensor, values: Tensor, plan: SealPlan) -> None:
+        """Seal a further segment; see :func:`verkv.segments.append`."""
+        segments.append(self, keys, values, plan)
+
+    def drop_last(self) -> tuple[Tensor, Tensor] | None:
+        """Take the last segment out again; see :func:`verkv.segments.drop_last`."""
+        return segments.drop_last(self)
+
+    def is_token(self) -> Tensor:
+        """(C, T), False at left padding and at hidden tokens."""
+        seen = torch.arange(self.n_tokens, device=self.device) >= self.n_padding[:, None]
+        if self.hidden is not None:
+            seen[self.hidden[0], self.hidden[1]] = False
+        return seen
 
     @property
     def n_units(self) -> int:
@@ -108,28 +137,24 @@ class SealedContext:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and part; the sum over the tensors this object holds."""
-        device = {
-            "row_keys": self.rows.keys.nbytes,
-            "row_values": self.rows.values.nbytes,
-            "row_codes": self.rows.codes.nbytes,
-            "row_offsets": self.rows.offsets.nbytes,
-        }
-        uncharged = {"n_padding": self.n_padding.nbytes}
-        if self.value_norms is not None:
-            device |= {name: tensor.nbytes for name, tensor in self.value_norms.tensors().items()}
-            uncharged |= {name: tensor.nbytes for name, tensor in self.value_norms.uncharged_tensors().items()}
-        if self.tolerances is not None:
-            uncharged["tolerances"] = self.tolerances.nbytes
-        if self.sketch_error is not None:
-            uncharged |= {name: tensor.nbytes for name, tensor in self.sketch_error.tensors().items()}
+        seen: set[int] = set()  # segments share some tensors
+        device = _sizes({f"row_{name}": tensor for name, tensor in vars(self.rows).items()}, seen)
+        uncharged = _sizes({"n_padding": self.n_padding}, seen)
         if self.codes is not None:
             device["token_codes"] = self.codes.nbytes
-        if self.sketch is not None:
-            device |= {name: tensor.nbytes for name, tensor in self.sketch.tensors().items()}
-            uncharged |= {name: tensor.nbytes for name, tensor in self.sketch.uncharged_tensors().items()}
+        for part in (self.value_norms, *self._sketches()):
+            if part is not None:
+                _add(device, _sizes(part.tensors(), seen))
+                _add(uncharged, _sizes(part.uncharged_tensors(), seen))
+        if self.sketch_error is not None:
+            uncharged |= _sizes(self.sketch_error.tensors(), seen)
+        others = {"tolerances": self.tolerances, "hidden_tokens": self.hidden}
+        uncharged |= _sizes({name: tensor for name, tensor in others.items() if tensor is not None}, seen)
+        if len(self.segments) > 1:
+            uncharged |= _sizes({"segment_rows": [segment.n_rows for segment in self.segments[1:]]}, seen)
         host = {}
-        if self.host is not None:
-            host = {"host_keys": self.host.keys.nbytes, "host_values": self.host.values.nbytes}
+        for _, part in host_parts(self.host) if self.host is not None else []:
+            _add(host, {"host_keys": part.keys.nbytes, "host_values": part.values.nbytes})
         return {"device": device, "device_uncharged": uncharged, "host": host}
 
     def select(self, indices: Tensor) -> "SealedContext":
@@ -146,16 +171,25 @@ class SealedContext:
         if self.host is not None:
             chosen.host = self.host.select(contexts)
         if self.sketch is not None:
-            built_from_host = self.sketch.is_oracle
-            chosen.sketch = self.sketch.build(chosen.host.keys) if built_from_host else self.sketch.select(contexts)
+            is_oracle = self.sketch.is_oracle
+            chosen.sketch = segments.oracle(self.sketch, chosen.host) if is_oracle else self.sketch.select(contexts)
+        units = torch.arange(self.n_units, device=self.device).view(-1, self.n_kv_heads)[contexts].flatten()
+        chosen.segments = tuple(segment.select(units) for segment in self.segments)
+        if self.hidden is not None:
+            chosen.hidden = segments.hidden_positions(self.is_token()[contexts], chosen.n_padding)
         if self.value_norms is not None:
-            units = torch.arange(self.n_units, device=self.device).view(-1, self.n_kv_heads)[contexts].flatten()
             chosen.value_norms = self.value_norms.select(units)
         if self.sketch_error is not None:
             chosen.sketch_error = self.sketch_error.select(contexts)
         if self.tolerances is not None:
             chosen.tolerances = self.tolerances[contexts]
         return chosen
+
+    def _sketches(self) -> list:
+        """The sketches of all segments."""
+        if isinstance(self.sketch, SegmentedSketch):
+            return list(self.sketch.parts)
+        return [] if self.sketch is None else [self.sketch]
 
     # --- attention --------------------------------------------------------------------------------------------------
 
@@ -181,6 +215,8 @@ class SealedContext:
         Tensor, shape (B, Hq, Tq, d), dtype of the query
         """
         rows = self._to_units(query)  # (N, beams, G * Tq, d), float32
+        if self.is_streaming:
+            return streaming.attend(self, rows, query, tail_keys, tail_values, mask, scaling)
         tail_k, tail_v = self._tail_to_units(tail_keys), self._tail_to_units(tail_values)  # (N, beams, t, d)
         tail_logits = rows @ tail_k.float().mT * scaling + self._tail_bias(mask, query, tail_keys.shape[2])
         chunks = row_chunks(self.n_units * self.beams, rows.shape[2], self.n_tokens)
@@ -320,12 +356,15 @@ class SealedContext:
         """Additive mask of the tail for every row, (N, beams, G * Tq, t)."""
         batch, n_heads, n_queries, _ = query.shape
         causal = torch.ones(n_queries, n_tail, dtype=torch.bool, device=query.device).tril(n_tail - n_queries)
-        allowed = allowed_tokens(mask, self.n_tokens + n_tail)
+        is_short = self.is_streaming and mask is not None and mask.shape[-1] == n_tail  # see get_mask_sizes
+        n_masked = 0 if is_short else self.n_tokens
+        allowed = allowed_tokens(mask, n_masked + n_tail)
         if allowed is None:
             tail_allowed = causal
         else:
-            self._check_context_mask(allowed[..., : self.n_tokens], batch, n_queries)
-            tail_allowed = allowed[..., self.n_tokens :]
+            if not is_short:
+                self._check_context_mask(allowed[..., :n_masked], batch, n_queries)
+            tail_allowed = allowed[..., n_masked:]
             if mask.dim() == 2:  # padding only: causality is ours
                 tail_allowed = tail_allowed & causal
         bias = torch.where(tail_allowed, 0.0, -torch.inf).expand(batch, n_queries, n_tail)
@@ -336,14 +375,12 @@ class SealedContext:
 
     def _check_context_mask(self, context_allowed: Tensor, batch: int, n_queries: int) -> None:
         """The sealed tokens are seen by every query, but for the left padding that the prefill's mask hid."""
-        is_token = (
-            torch.arange(self.n_tokens, device=self.device) >= self.n_padding.repeat_interleave(self.beams)[:, None]
-        )
+        is_token = self.is_token().repeat_interleave(self.beams, 0)
         shape = (batch, n_queries, self.n_tokens)
         if not torch.equal(context_allowed.expand(shape), is_token[:, None].expand(shape)):
             raise NotImplementedError(
-                "attention_mask hides sealed context tokens, or shows padding, differently from the prefill's mask; "
-                "only the left padding of the prefill may be hidden"
+                "attention_mask hides sealed context tokens, or shows padding, differently from the masks they were "
+                "sealed with; only the prefill's left padding may be hidden, and what was hidden when it was sealed"
             )
 
     def _audit(
@@ -360,8 +397,7 @@ class SealedContext:
         """Compare denominator and output of every decision with exact attention over the host's copy; returns it."""
         keys = self.host.keys.to(self.device).flatten(0, 1)[:, None]
         values = self.host.values.to(self.device).flatten(0, 1)[:, None]
-        position = torch.arange(self.n_tokens, device=self.device)
-        padding = position < self.n_padding.repeat_interleave(self.n_kv_heads)[:, None]
+        padding = ~self.is_token().repeat_interleave(self.n_kv_heads, 0)
         relative_errors, output_errors, norms, outputs = [], [], [], []
         for chunk in chunks:
             logits = (rows[:, :, chunk] @ keys.float().mT * scaling).masked_fill(padding[:, None, None], -torch.inf)
@@ -475,6 +511,21 @@ class _Promotion:
     units: Tensor
     keys: Tensor
     values: Tensor
+
+
+def _sizes(tensors: dict, seen: set[int]) -> dict[str, int]:
+    """Bytes by name, of tensors or lists of them, those counted before (by ``id``) left out."""
+    sizes = {}
+    for name, found in tensors.items():
+        found = {id(t): t for t in (found if isinstance(found, list) else [found]) if id(t) not in seen}
+        sizes[name] = sum(t.nbytes for t in found.values())
+        seen.update(found)
+    return sizes
+
+
+def _add(total: dict[str, int], sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        total[name] = total.get(name, 0) + size
 
 
 def _once(score: Callable[[slice], Tensor], chunk: slice) -> Callable[[slice], Tensor]:

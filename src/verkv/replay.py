@@ -82,10 +82,11 @@ class DecodeReplay:
         split = queries.float().unflatten(1, (context.n_kv_heads, self.group)).transpose(2, 3)
         self.rows = split.reshape(-1, self.group, queries.shape[-1])
         token = torch.arange(self.keys.shape[1], device=context.device)
-        padding = context.n_padding.repeat_interleave(context.n_kv_heads)[:, None, None]
+        shown = torch.nn.functional.pad(context.is_token(), (0, len(token) - context.n_tokens), value=True)
+        shown = shown.repeat_interleave(context.n_kv_heads, 0)[:, None]  # (N, 1, T + t)
         after = token > positions[:, None]  # (M, T + t)
         local = ((token >= context.n_tokens) | (token > positions[:, None] - n_local)) & ~after
-        is_token = (token >= padding).expand(-1, self.n_positions, -1)  # (N, M, T + t)
+        is_token = shown.expand(-1, self.n_positions, -1)  # (N, M, T + t)
         self.hidden = (~is_token | after | local).flatten(0, 1)[:, None]  # (N * M, 1, T + t): from the plan
         self.local = (is_token & local).flatten(0, 1)[:, None]
         self.logits = self._exact_logits()

@@ -88,12 +88,17 @@ class FetchStats:
         Bytes of the full cache of all sealed layers, in its own dtype.
     sealed_layers : tuple of int
         Empty if the cache was left exact.
+    n_segments : int
+        Stretches of tokens that were sealed, each with a draw of its own.
     notes : list of str
         What a reader of the figures must know (what is not counted, why a cache was not sealed, ...).
     record_bounds : bool
         Keep the bound of every decision in the records.
     passes : list of list of LayerRecord
         Passes whose records are kept one by one: all with bounds or an audit, otherwise only the last.
+    chunks, replays : FetchStats or None
+        The same of forward passes that answer nothing and are in no other figure: the chunks of a chunked prefill, and
+        the replays that score later segments.
 
     Examples
     --------
@@ -107,11 +112,22 @@ class FetchStats:
     sketch: str | None = None
     full_bytes: int = 0
     sealed_layers: tuple[int, ...] = ()
+    n_segments: int = 0
     notes: list[str] = field(default_factory=list)
     record_bounds: bool = False
     passes: list[list[LayerRecord]] = field(default_factory=list, repr=False)
+    chunks: "FetchStats | None" = field(default=None, repr=False)
+    replays: "FetchStats | None" = field(default=None, repr=False)
     _totals: dict[tuple[int, bool], LayerRecord] = field(default_factory=dict, repr=False)
     _n_totalled: int = field(default=0, repr=False)
+
+    def apart(self, name: str) -> "FetchStats":
+        """The statistics of "chunks" or "replays", begun if there are none."""
+        if getattr(self, name) is None:
+            setattr(self, name, FetchStats(self.method, self.epsilon, self.delta, self.sketch))
+        found = getattr(self, name)
+        found.sealed_layers, found.full_bytes = self.sealed_layers, self.full_bytes
+        return found
 
     def record(self, record: LayerRecord) -> None:
         """Add a layer's record. The first sealed layer opens a new pass; one that was cut short is forgotten."""
@@ -263,6 +279,7 @@ class FetchStats:
             "delta": self.delta,
             "sketch": self.sketch,
             "sealed_layers": len(self.sealed_layers),
+            "segments": self.n_segments,
             "forward_passes": self.n_passes,
             "full_bytes": self.full_bytes,
             "kv_read_per_forward": self.kv_read_per_forward,
@@ -282,6 +299,10 @@ class FetchStats:
             if self.epsilon is not None:
                 out["violation_rate"] = self.violation_rate()
             out["output_error_q90"] = float(self.output_errors().quantile(0.9))
+        for name in ("chunks", "replays"):
+            found = getattr(self, name)
+            if found is not None:
+                out |= {f"{name}_forward_passes": found.n_passes, f"{name}_bytes_read": found.bytes_read()}
         out["notes"] = list(self.notes)
         return out
 

@@ -1,4 +1,7 @@
-"""The two places a sealed context lives: all rows in host memory, a ragged sample of them on the device."""
+"""The two places a sealed context lives: all rows in host memory, a ragged sample of them on the device.
+
+A context grows by segments. Nothing that was kept of the earlier ones is changed or copied on the host.
+"""
 
 import contextlib
 import mmap
@@ -10,11 +13,31 @@ from torch import Tensor
 
 RESIDENT_BIT = 0x80
 LEVEL_MASK = 0x7F
+_ROW_FIELDS = ("keys", "values", "codes")
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 
 _said_pageable = False
 
 # A KV head of one context of the batch is a "unit": N = contexts * Hkv of them, in (context, head) order.
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of tokens that was sealed together.
+
+    Attributes
+    ----------
+    n_tokens : int
+    n_rows : Tensor, shape (N,), int64, or None
+        Resident rows of each unit. None for the first segment: all that the others leave.
+    """
+
+    n_tokens: int
+    n_rows: Tensor | None = None
+
+    def select(self, units: Tensor) -> "Segment":
+        """Reindex the units (a copy)."""
+        return Segment(self.n_tokens, None if self.n_rows is None else self.n_rows[units])
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,82 @@ class HostTier:
 
 
 @dataclass(frozen=True)
+class HostParts:
+    """A context that grew: a host tier for each of its segments, one behind the other.
+
+    Attributes
+    ----------
+    parts : tuple of HostTier, or of what offers the same
+    lengths : tuple of int
+        Tokens of each.
+    """
+
+    parts: tuple
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, host, n_tokens: int) -> "HostParts":
+        """A host tier of ``n_tokens`` as parts; those of a context that has grown before as they are."""
+        return host if isinstance(host, HostParts) else cls((host,), (n_tokens,))
+
+    def append(self, host, n_tokens: int) -> "HostParts":
+        """With one more part; nothing is copied."""
+        return HostParts((*self.parts, host), (*self.lengths, n_tokens))
+
+    def read_keys(self, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+        """Key rows (M, d) of M (unit, position) pairs, moved to the device."""
+        return self._read("read_keys", units, positions, device)
+
+    def read_values(self, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+        """Value rows (M, d) of M (unit, position) pairs, moved to the device."""
+        return self._read("read_values", units, positions, device)
+
+    @property
+    def keys(self) -> Tensor:
+        """All keys, (C, Hkv, T, d), put together: for unsealing, audits and files only."""
+        return torch.cat([part.keys for part in self.parts], 2)
+
+    @property
+    def values(self) -> Tensor:
+        """All values; see :attr:`keys`."""
+        return torch.cat([part.values for part in self.parts], 2)
+
+    @property
+    def key_row_bytes(self) -> int:
+        """Bytes of one key row."""
+        return self.parts[0].key_row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one key and one value row."""
+        return self.parts[0].row_bytes
+
+    def select(self, indices: Tensor) -> "HostParts":
+        """Reindex the batch (a copy)."""
+        return HostParts(tuple(part.select(indices) for part in self.parts), self.lengths)
+
+    def _read(self, method: str, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
+        units, positions = units.to("cpu"), positions.to("cpu")
+        ends = torch.tensor(self.lengths, device="cpu").cumsum(0)
+        of_part = torch.bucketize(positions, ends, right=True)
+        order = of_part.argsort(stable=True)
+        pieces = []
+        for number, part in enumerate(self.parts):
+            chosen = order[of_part[order] == number]
+            start = int(ends[number]) - self.lengths[number]
+            pieces.append(getattr(part, method)(units[chosen], positions[chosen] - start, device))
+        return torch.cat(pieces)[order.argsort().to(device)]
+
+
+def host_parts(host) -> list[tuple[int, "HostTier"]]:
+    """First position and host tier of every segment of a context."""
+    if not isinstance(host, HostParts):
+        return [(0, host)]
+    starts = [sum(host.lengths[:number]) for number in range(len(host.parts))]
+    return list(zip(starts, host.parts, strict=True))
+
+
+@dataclass(frozen=True)
 class ResidentRows:
     """Sinks, local window and sample of all units, ragged and without padding.
 
@@ -104,6 +203,27 @@ class ResidentRows:
         is_row = slots < counts[:, None]
         index = (self.offsets[:-1, None] + slots).clamp_max(max(0, len(self.codes) - 1))
         return index, is_row
+
+    def first(self, n_rows: int) -> Tensor:
+        """Keys of each unit's first rows, (N, n_rows, d); there must be as many."""
+        return self.keys[self.offsets[:-1, None] + torch.arange(n_rows, device=self.offsets.device)]
+
+    def append(self, later: "ResidentRows") -> "ResidentRows":
+        """With the rows of later tokens behind each unit's own."""
+        counts = torch.cat([self.offsets.diff(), later.offsets.diff()])
+        units = torch.arange(len(self.offsets) - 1, device=counts.device).repeat(2).repeat_interleave(counts)
+        order = units.argsort(stable=True)
+        both = [torch.cat([getattr(rows, name) for rows in (self, later)])[order] for name in _ROW_FIELDS]
+        return ResidentRows(*both, self.offsets + later.offsets)
+
+    def head(self, n_last: Tensor) -> "ResidentRows":
+        """Without the last ``n_last`` (N,) rows of each unit (a copy)."""
+        index, is_row = self.padded_index()
+        slots = torch.arange(index.shape[1], device=index.device)
+        kept = index[is_row & (slots < (self.offsets.diff() - n_last)[:, None])]
+        offsets = torch.zeros_like(self.offsets)
+        offsets[1:] = (self.offsets.diff() - n_last).cumsum(0)
+        return ResidentRows(*(getattr(self, name)[kept] for name in _ROW_FIELDS), offsets)
 
     def select(self, indices: Tensor, n_kv_heads: int) -> "ResidentRows":
         """Reindex the batch (a copy): the rows of contexts ``indices``."""

@@ -1,5 +1,6 @@
 """Sliding-window layers beside sealed ones: left as they are, but able to go back to the end of the context."""
 
+import copy
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -77,6 +78,10 @@ class WindowLayer(BatchMapped, Member, DynamicSlidingWindowLayer):
                 f"a sliding layer cannot go back from {self.cumulative_length} to {length} tokens: its window has "
                 f"forgotten those before; crop to the context's end or reset the cache"
             )
+
+    def check_crop(self, length: int) -> None:
+        """Raise ValueError unless the state at that length is remembered or still covered."""
+        copy.copy(self).roll_back_to(length)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and part: the window itself, and the states it can go back to."""

@@ -10,6 +10,10 @@ from verkv.sketches import Sketch
 OFFSET_BYTES = 8  # one int64 per KV head and one more per layer, see ResidentRows
 
 
+class BudgetTooSmall(ValueError):
+    """The budget does not pay for the parts that do not depend on the sample."""
+
+
 @dataclass(frozen=True)
 class LayerGeometry:
     """Shape of one layer's cache.
@@ -69,7 +73,7 @@ def token_budget(
 
     Raises
     ------
-    ValueError
+    BudgetTooSmall
         If the parts that do not depend on the sample exceed the budget: names them and the largest ratio that works.
     """
     n_tokens, n_protected = n_tokens.cpu(), n_protected.cpu()  # a few numbers; not every device has float64
@@ -102,7 +106,7 @@ def token_budget(
             "smallest sample": (least_rows[i] - n_protected[i]) * row_bytes,
         }
         sizes = float(least_bytes[i]), float(full_bytes[i])
-        raise ValueError(_too_small(compression_ratio, int(n_tokens[i]), parts, *sizes))
+        raise BudgetTooSmall(_too_small(compression_ratio, int(n_tokens[i]), parts, *sizes))
     budget = ((allowed_bytes - fixed_bytes) / row_bytes).clamp(max=tokens)
     return torch.where(all_protected, tokens, budget)
 

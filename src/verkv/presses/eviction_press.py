@@ -10,6 +10,7 @@ from verkv.context import SealPlan
 from verkv.presses.budget import LayerGeometry, token_budget
 from verkv.presses.prompt import Prompt
 from verkv.presses.queries import Queries
+from verkv.presses.resealing import chunked_prefill
 from verkv.presses.scores import Scores
 from verkv.presses.sealing_press import BUDGET_SCOPES, SealingPress
 from verkv.tiers import RESIDENT_BIT
@@ -49,18 +50,35 @@ class EvictionPress(SealingPress):
     def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
         return self.n_sink, 0  # the methods' own rule; a template's prefix is evicted if its scores are low
 
-    def _plans(
-        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model, cache, queries: Queries
-    ) -> tuple[dict[int, SealPlan], list[str]]:
-        budget = token_budget(
-            prompt.lengths, prompt.n_protected, self.compression_ratio, geometry, None, bytes_per_token=0, floor=0.0
+    def _token_budget(self, prompt: Prompt, geometry: LayerGeometry, model, n_kept: Tensor) -> Tensor:
+        return token_budget(
+            prompt.lengths, n_kept, self.compression_ratio, geometry, None, bytes_per_token=0, floor=0.0
         )
+
+    def _plans(
+        self,
+        scores: Scores,
+        prompt: Prompt,
+        geometry: LayerGeometry,
+        model,
+        cache,
+        queries: Queries,
+        generator: torch.Generator,
+    ) -> tuple[dict[int, SealPlan], list[str]]:
+        budget = self._token_budget(prompt, geometry, model, prompt.n_protected)
         layers = sorted(scores)
         stacked = torch.stack([scores[i].to(scores[layers[0]].device) for i in layers], dim=1)  # (C, L, H, T)
         kept = top_tokens(stacked, budget, prompt.protected, prompt.is_token, BUDGET_SCOPES[self.budget_scope])
         codes = kept.to(torch.uint8) * RESIDENT_BIT
         plans = {
-            i: SealPlan(codes[:, j], prompt.n_padding, keep_host=False, audit=self.audit, beams=prompt.beams)
+            i: SealPlan(
+                codes[:, j],
+                prompt.n_padding,
+                keep_host=chunked_prefill.get(),
+                audit=self.audit,
+                beams=prompt.beams,
+                is_token=prompt.is_token,
+            )
             for j, i in enumerate(layers)
         }
         return plans, ["evicted tokens are gone: neither on the device nor on the host"] if not self.audit else []

@@ -1,6 +1,7 @@
 """Fast KVzip scores: a small trained gate per layer reads the hidden states (arXiv:2601.17668)."""
 
 import copy
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,25 +12,29 @@ from torch import Tensor, nn
 
 from verkv.checks import check_count
 from verkv.presses.eviction_press import EvictionPress
+from verkv.presses.scores import Scores, Tail, recorded
 
 HUB_REPOSITORY = "Jang-Hyun/Fast-KVzip"
 WINDOW_SHARE = 0.02  # Fast KVzip keeps the last 2 % of the context, or LONG_WINDOW tokens of a long one
 LONG_CONTEXT, LONG_WINDOW = 32_000, 4096
+MAX_LAYERS = 10_000  # a file that claims more is damaged
+SAFETENSORS_ENTRY = "fast-kvzip-gates"  # of the metadata of a file that experiments/train_gates.py wrote
 
 
 @dataclass
 class FastKVzipPress(EvictionPress):
     """Fast KVzip's importance scores; used alone, its eviction of the lowest-scored tokens.
 
-    Gates are trained per model. They come from a file in the format of the authors' repository, or from that
-    repository on the hub by the model's name. Files are read with ``weights_only``: no code is run.
+    Gates are trained per model. They come from a file, made by ``experiments/train_gates.py`` or in the format of the
+    authors' repository, or from that repository on the hub by the model's name. Reading a file runs no code.
 
     Parameters
     ----------
     compression_ratio, budget_scope, n_sink, audit
         As in :class:`~verkv.presses.eviction_press.EvictionPress`.
     gates : path, list of torch.nn.Module, or None
-        A ``.pt`` file, gates per layer, or None for the hub.
+        A ``.safetensors`` or ``.pt`` file, gates per layer (None where a layer has no full attention), or None for the
+        hub.
     n_local : int, optional
         Trailing tokens always kept when used alone. By default Fast KVzip's own rule: 2 % of the context, 4,096
         tokens from 32,000 on (which is more than a whole 32x budget there).
@@ -67,6 +72,7 @@ class GateSource:
 
     name = "FastKVzip"
     prefix_length = 0
+    records = "scores"
 
     @classmethod
     def from_kvpress(cls, press: KVPressFastKVzip) -> "GateSource":
@@ -91,6 +97,11 @@ class GateSource:
         n_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         if len(self.gates) != n_layers:
             raise ValueError(f"gates are for {len(self.gates)} layers, the model has {n_layers}; pass its own gates")
+        width = model.config.get_text_config(decoder=True).hidden_size
+        for gate in self.gates:
+            found = getattr(getattr(gate, "q_proj", None), "in_features", width)  # other modules than KVPress' may come
+            if found != width:
+                raise ValueError(f"gates are for hidden size {found}, the model has {width}; pass its own gates")
 
     def on_attention(self, module: nn.Module, kwargs: dict, output, layer) -> Tensor:
         """The gate's score of every token of one layer, (B, Hkv, T). Gates read one row at a time."""
@@ -109,29 +120,61 @@ class GateSource:
         """Nothing is left to do."""
         return None
 
+    def score_tail(self, model, cache, tail: Tail) -> Scores:
+        """What the gates said when the tokens came: they judge each by itself."""
+        scores = {}
+        for i in tail.layers:
+            record = cache.layers[i].record
+            scores[i] = recorded(record and record.scores, "scores", *tail.is_token.shape)[..., : tail.n_new]
+        return scores
+
 
 def load_gates(path: str | Path) -> list[nn.Module]:
-    """Gates of every layer from a file of the authors' format: ``{"module": [state dict per layer]}``.
+    """Gates of every layer from a ``.safetensors`` file, or from one of the authors' format.
+
+    The first has tensors ``<layer>.<parameter>``, read as float32, and its metadata's ``fast-kvzip-gates`` is JSON with
+    ``num_hidden_layers``; layers without tensors have no gate, None. The second is a torch file of
+    ``{"module": [state dict per layer]}``.
 
     Raises
     ------
     ValueError
         If the file is missing or holds something else.
     """
-    import numpy as np
-
     if not Path(path).is_file():
         raise ValueError(f"gates={str(path)!r} is not a file")
+    read = _safetensors_states if Path(path).suffix == ".safetensors" else _torch_states
+    try:
+        return [_gate(i, state) if state else None for i, state in enumerate(read(path))]
+    except Exception as error:
+        raise ValueError(f"gates={str(path)!r} does not hold Fast KVzip gates ({error})") from error
+
+
+def _safetensors_states(path: str | Path) -> list[dict[str, Tensor]]:
+    """Weights by layer, empty where a layer has no gate."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        n_layers = json.loads(file.metadata()[SAFETENSORS_ENTRY])["num_hidden_layers"]
+        if not isinstance(n_layers, int) or not 0 < n_layers <= MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {n_layers!r}")
+        states = [{} for _ in range(n_layers)]
+        for name in file.keys():  # noqa: SIM118
+            layer, parameter = name.split(".", 1)
+            states[int(layer)][parameter] = file.get_tensor(name).float()
+    return states
+
+
+def _torch_states(path: str | Path) -> list[dict[str, Tensor]]:
+    """Weights by layer."""
+    import numpy as np
+
     # The authors' files hold numpy scalars beside the tensors; these types, and no others, may be unpickled.
     rebuild = np._core.multiarray._reconstruct  # called numpy.core... in files that numpy 1 wrote
     harmless = [rebuild, (rebuild, "numpy.core.multiarray._reconstruct"), np.ndarray, np.dtype]
     harmless += [np.dtypes.Float64DType, np.dtypes.Float32DType]
-    try:
-        with torch.serialization.safe_globals(harmless):
-            states = torch.load(path, weights_only=True, map_location="cpu")["module"]
-        return [_gate(i, state) for i, state in enumerate(states)]
-    except Exception as error:
-        raise ValueError(f"gates={str(path)!r} does not hold Fast KVzip gates ({error})") from error
+    with torch.serialization.safe_globals(harmless):
+        return torch.load(path, weights_only=True, map_location="cpu")["module"]
 
 
 def download_gates(config) -> list[nn.Module]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verkv.cache import unsealed_keys
 from verkv.checks import check_count
 from verkv.context import SealPlan
 from verkv.estimators.sampling import (
@@ -20,6 +21,7 @@ from verkv.presses.budget import LayerGeometry, solving_device, token_budget
 from verkv.presses.eviction_press import check_budget_scope
 from verkv.presses.prompt import Prompt
 from verkv.presses.queries import Queries
+from verkv.presses.resealing import chunked_prefill
 from verkv.presses.scores import Scores, ScoreSource
 from verkv.presses.sealing_press import BUDGET_SCOPES, SealingPress
 from verkv.presses.sources import resolve_source
@@ -138,25 +140,32 @@ class PoissonCompPress(SealingPress):
         """The share of uniform sampling."""
         return self.alpha
 
-    def _plans(
-        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model, cache, queries: Queries
-    ) -> tuple[dict[int, SealPlan], list[str]]:
-        fetch, sketch = self._fetch_config(), self._sketch(model)
-        pays_for = lambda n_kept: token_budget(  # noqa: E731
+    def _token_budget(self, prompt: Prompt, geometry: LayerGeometry, model, n_kept: Tensor) -> Tensor:
+        return token_budget(
             prompt.lengths,
             n_kept,
             self.compression_ratio,
             geometry,
-            sketch,
+            self._sketch(model),
             bytes_per_token=self._bytes_per_token(),
             floor=MIN_INCLUSION_PROB,
         )
-        budget, n_outliers = pays_for(prompt.n_protected), None
+
+    def _plans(
+        self,
+        scores: Scores,
+        prompt: Prompt,
+        geometry: LayerGeometry,
+        model,
+        cache,
+        queries: Queries,
+        generator: torch.Generator,
+    ) -> tuple[dict[int, SealPlan], list[str]]:
+        fetch, sketch = self._fetch_config(), self._sketch(model)
+        budget, n_outliers = self._token_budget(prompt, geometry, model, prompt.n_protected), None
         if sketch is not None:
             n_outliers = self._n_outliers(prompt, sketch, budget)
-            budget = pays_for(prompt.n_protected.cpu() + n_outliers)
-        generator = torch.Generator()  # on the CPU: the same sample on every device
-        generator.seed() if self.seed is None else generator.manual_seed(self.seed)
+            budget = self._token_budget(prompt, geometry, model, prompt.n_protected.cpu() + n_outliers)
         plans, expected, variance = {}, 0.0, 0.0
         for layers in self._budget_groups(sorted(scores)):
             device = solving_device(scores[layers[0]].device)
@@ -166,7 +175,7 @@ class PoissonCompPress(SealingPress):
                 fitted = {
                     i: self._fit(
                         self._of_layer(sketch, i),
-                        cache.layers[i].keys[:: prompt.beams],
+                        unsealed_keys(cache.layers[i])[:: prompt.beams, :, : prompt.n_tokens],
                         prompt,
                         queries.get(i),
                         n_outliers,
@@ -184,9 +193,10 @@ class PoissonCompPress(SealingPress):
                     fetch=fetch,
                     sketch=sketch,
                     fitted=fitted.get(i),
-                    keep_host=fetch is not None,
+                    keep_host=fetch is not None or chunked_prefill.get(),
                     audit=self.audit,
                     beams=prompt.beams,
+                    is_token=prompt.is_token,
                     **self._violation_options(),
                 )
         return plans, self._notes(expected, variance, sketch)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is known about the prefilled contexts.
+    """What is known about the tokens that are to be sealed: a prefilled context, or the next segment of one.
 
     Attributes
     ----------
@@ -20,22 +20,29 @@ class Prompt:
         Tokens that get r = 1: sinks, template prefix, local window.
     beams : int
         Batch rows that share a context.
+    first : Tensor, shape (C,), int64, optional
+        Of a later segment: position of each row's first token. None for a context, which begins at 0.
+    hidden : Tensor, shape (C, T), bool, optional
+        Of a later segment: tokens that the attention mask hides.
     """
 
     n_tokens: int
     n_padding: Tensor
     protected: Tensor
     beams: int
+    first: Tensor | None = None
+    hidden: Tensor | None = None
 
     @property
     def is_token(self) -> Tensor:
-        """(C, T), False at padding."""
-        return torch.arange(self.n_tokens, device=self.n_padding.device) >= self.n_padding[:, None]
+        """(C, T), False at padding and hidden tokens."""
+        behind_padding = torch.arange(self.n_tokens, device=self.n_padding.device) >= self.n_padding[:, None]
+        return behind_padding if self.hidden is None else behind_padding & ~self.hidden
 
     @property
     def lengths(self) -> Tensor:
         """Real tokens of each context, (C,)."""
-        return self.n_tokens - self.n_padding
+        return self.is_token.sum(-1)
 
     @property
     def n_protected(self) -> Tensor:

@@ -1,12 +1,13 @@
 """What all presses share: score the prompt in prefill, decide what each layer keeps, seal."""
 
 import contextlib
+import math
 import threading
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from kvpress.presses.base_press import BasePress
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 
 from verkv.attention import observe_attention
 from verkv.cache import check_cache, layer_kinds, seal_cache
-from verkv.context import SealPlan
+from verkv.checks import check_count
+from verkv.context import SealedContext, SealPlan
 from verkv.hybrid import repair_linear_attention
 from verkv.presses.budget import LayerGeometry, check_compression_ratio
 from verkv.presses.prompt import Prompt, left_padding
 from verkv.presses.queries import Queries, without_padding
-from verkv.presses.scores import Scores, ScoreSource, unit_scores
+from verkv.presses.resealing import Resealer, chunked_prefill, start_records
+from verkv.presses.scores import Scores, ScoreSource, Tail, unit_scores
 from verkv.presses.session import Session
 from verkv.stats import FetchStats, MemoryReport, memory_report
 
@@ -38,8 +41,24 @@ class SealingPress(BasePress):
     work. Sliding-window and linear-attention layers are left as they are; models with the latter need a cache of
     :func:`verkv.make_cache`. For inference only: no gradient flows through a sealed cache.
 
+    What comes after the prefill is an exact tail, until it is sealed as a further segment: by :meth:`reseal`, or by
+    itself where ``reseal_every`` or ``max_tail`` is set. Every segment has its own draw and its own share of the
+    budget, ``1 - compression_ratio`` of its bytes; sinks are the first segment's. The last ``n_local`` tokens are not
+    sealed but stay in the tail, of the first segment too where one of the two is set, so that the exact window moves.
+
     Subclasses have a field ``compression_ratio`` and provide :meth:`source` and :meth:`_plans`.
+
+    Parameters
+    ----------
+    reseal_every : int or inf, optional
+        Seal the tail when it holds that many tokens beyond the window, at the end of a forward pass inside the block.
+    max_tail : int or inf, optional
+        Seal the tail when it holds more tokens than that. With ``math.inf``, here or there, nothing is sealed by
+        itself, but what :meth:`reseal` needs is remembered of the tail's tokens.
     """
+
+    reseal_every: float | None = field(default=None, kw_only=True)
+    max_tail: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         self._stats: FetchStats | None = None
@@ -68,10 +87,21 @@ class SealingPress(BasePress):
         """How many of the prompt's last positions' queries :meth:`_plans` wants."""
         return 0
 
+    def _token_budget(self, prompt: Prompt, geometry: LayerGeometry, model, n_kept: Tensor) -> Tensor:
+        """Expected tokens per KV head that the budget pays for, (C,), if ``n_kept`` (C,) of them are certain."""
+        raise NotImplementedError
+
     def _plans(
-        self, scores: Scores, prompt: Prompt, geometry: LayerGeometry, model, cache, queries: Queries
+        self,
+        scores: Scores,
+        prompt: Prompt,
+        geometry: LayerGeometry,
+        model,
+        cache,
+        queries: Queries,
+        generator: torch.Generator,
     ) -> tuple[dict[int, SealPlan], list[str]]:
-        """The plan of every layer and notes for the statistics."""
+        """The plan of every layer, for its first unsealed tokens, and notes for the statistics."""
         raise NotImplementedError
 
     def _after_sealing(self, cache, prompt: Prompt, queries: Queries, layers: list[int]) -> list[str]:
@@ -81,6 +111,45 @@ class SealingPress(BasePress):
     def _n_protected_ends(self, n_tokens: int, prefix_length: int) -> tuple[int, int]:
         """How many leading and trailing tokens are always kept."""
         raise NotImplementedError
+
+    def _generator(self) -> torch.Generator:
+        """Of the draws; on the CPU: the same sample on every device."""
+        generator, seed = torch.Generator(), getattr(self, "seed", 0)
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        return generator
+
+    @property
+    def seals_tails(self) -> bool:
+        """Whether what is needed to seal the tail is remembered, and the window is left in the tail."""
+        return self.reseal_every is not None or self.max_tail is not None or chunked_prefill.get()
+
+    def window(self, n_tokens: int, prefix_length: int) -> int:
+        """Tokens at the end that stay in the tail."""
+        return self._n_protected_ends(n_tokens, prefix_length)[1]
+
+    def n_protected_first(self, n_tokens: int, prefix_length: int) -> int:
+        """Leading tokens that are always kept."""
+        return self._n_protected_ends(n_tokens, prefix_length)[0]
+
+    @staticmethod
+    def full_layers(model) -> list[int]:
+        """The layers that can be sealed."""
+        return [i for i, kind in enumerate(check_config(model.config)) if kind == "full_attention"]
+
+    def _check_resealing(self) -> None:
+        """Raise ValueError if the options of sealing tails are out of range."""
+        for name in ("reseal_every", "max_tail"):
+            value = getattr(self, name)
+            if value is not None and value != math.inf:
+                check_count(name, value, least=1)
+        n_local = getattr(self, "n_local", None) or 0
+        if self.max_tail is not None and self.max_tail <= n_local:
+            raise ValueError(
+                f"max_tail={self.max_tail} must be larger than n_local={n_local}: the window stays in the tail"
+            )
 
     def _new_stats(self) -> FetchStats:
         return FetchStats(method=type(self).__name__)
@@ -136,6 +205,7 @@ class SealingPress(BasePress):
         if "linear_attention" in kinds:
             repair_linear_attention(model.config)
         self._check_options()
+        self._check_resealing()
         block = id(model), threading.get_ident()
         if block in _ACTIVE_BLOCKS:
             raise NotImplementedError(
@@ -156,10 +226,11 @@ class SealingPress(BasePress):
             for handle in session.register(backbone):
                 stack.callback(handle.remove)
             if self.n_recorded_queries and source is not None:
-                stack.enter_context(observe_attention(session.observe))
+                stack.enter_context(observe_attention(session.observe, session.observe_sealed))
             stack.callback(session.discard_unfinished_prefill)
             yield
             session.seal_postponed()
+            session.reseal_postponed()
 
     def seal(
         self,
@@ -171,6 +242,7 @@ class SealingPress(BasePress):
         attention_mask: Tensor | None = None,
         beams: int = 1,
         queries: Queries | None = None,
+        resealer: Resealer | None = None,
     ) -> None:
         """Seal a prefilled cache with scores that are already there, say to try several settings on one prompt.
 
@@ -190,6 +262,8 @@ class SealingPress(BasePress):
         queries : dict of int to Tensor, shape (B, Hq, M, d), optional
             The queries of the prompt's last M positions, from :func:`verkv.record_queries`; sketches are fitted with
             them, and tolerances calibrated on them.
+        resealer : Resealer, optional
+            What seals later segments; made anew by default.
 
         Raises
         ------
@@ -198,9 +272,10 @@ class SealingPress(BasePress):
         """
         kinds = check_config(model.config)
         self._check_options()
+        self._check_resealing()
         check_cache(cache, kinds)
         stats = self._new_stats()
-        layers = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        layers = self.full_layers(model)
         self._cache_ref = weakref.ref(cache)
         self._stats = stats
         cache.stats = stats
@@ -213,64 +288,166 @@ class SealingPress(BasePress):
             reason = next(reason for reason, holds in reasons.items() if holds)
             stats.notes.append(f"not sealed, attention is exact: {reason}")
             return
-        first = cache.layers[layers[0]]
-        if getattr(first, "sealed", False):
-            raise ValueError("the cache is sealed already; reset it, or prefill a new one")
+        if getattr(cache.layers[layers[0]], "sealed", False):
+            raise ValueError("the cache is sealed already; reset it, prefill a new one, or seal its tail by reseal")
+        cache.resealer = resealer or Resealer(self, model, self._generator(), prefix_length)
+        if self.seals_tails:
+            start_records(cache, layers)
 
-        keys = first.keys
-        prompt = self._prompt(keys, attention_mask, prefix_length, beams)
+        keys = cache.layers[layers[0]].keys
+        prompt = self.context(keys, attention_mask, prefix_length, beams)
         if bool((prompt.n_protected == prompt.lengths).all()):
-            stats.notes.append(f"not sealed, attention is exact: all {int(prompt.lengths.max())} tokens are protected")
+            stats.notes.append(f"not sealed, attention is exact: all {keys.shape[2]} tokens are protected")
             return
+        del keys  # each layer's full copy must be freed as soon as it is sealed
         scores = self._check_scores(scores, cache, layers)
-        scores = unit_scores({i: score[::beams] for i, score in scores.items()}, prompt.is_token)
-        geometry = LayerGeometry(
-            n_units=keys.shape[1],
-            key_dim=keys.shape[-1],
-            value_dim=first.values.shape[-1],
-            element_size=keys.element_size(),
-        )
-        del first, keys  # each layer's full copy must be freed as soon as it is sealed
         queries = {i: query.to(cache.layers[i].keys.device) for i, query in (queries or {}).items()}
-        queries = self._check_queries(queries, prompt, beams)
-        plans, notes = self._plans(scores, prompt, geometry, model, cache, queries)
-        stats.notes += notes
-        seal_cache(cache, plans, stats)
+        queries = self._check_queries(queries, prompt, beams, cache.get_seq_length())
+        stats.notes += self._seal_tokens(model, cache, layers, scores, prompt, queries, cache.resealer.generator)
+        n_left = cache.get_seq_length() - prompt.n_tokens  # their queries are behind the context
+        queries = {i: query[:, :, : max(0, query.shape[2] - n_left)] for i, query in queries.items()}
         stats.notes += self._after_sealing(cache, prompt, queries, layers)
+
+    def reseal(self, model, cache, *, scores: Scores | None = None, attention_mask: Tensor | None = None) -> None:
+        """Seal the tail of a sealed cache as a further segment; see :func:`verkv.cache.reseal`.
+
+        Also for caches that this press did not seal, or that came from a file or a pickle: this press seals their tails
+        from now on.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+        cache : transformers.Cache
+        scores, attention_mask
+            As in :func:`verkv.cache.reseal`.
+
+        Raises
+        ------
+        ValueError, NotImplementedError
+            As there.
+        """
+        self._check_options()
+        self._check_resealing()
+        self.take_over(model, cache).run(cache, scores=scores, attention_mask=attention_mask)
+
+    def take_over(self, model, cache) -> Resealer:
+        """Make this press the one that seals the cache's tail; draws go on where the cache knows their state."""
+        resealer, model = getattr(cache, "resealer", None), without_adapters(model)
+        if resealer is None:
+            if not any(getattr(layer, "sealed", False) for layer in cache.layers):
+                raise ValueError("the cache is not sealed: prefill it inside `with press(model)`")
+            generator = self._generator()
+            if getattr(self, "seed", 0) is not None:  # another stream than that of the draws there were
+                generator.manual_seed(generator.initial_seed() + 1_000_003 * cache.get_seq_length())
+            resealer = cache.resealer = Resealer(self, model, generator)
+        elif resealer.press is not self or resealer.model() is not model:
+            resealer.press, resealer.model, resealer.source = self, weakref.ref(model), None
+        layers = self.full_layers(model)
+        if self.seals_tails and any(getattr(cache.layers[i], "record", None) is None for i in layers):
+            start_records(cache, layers)
+        return resealer
+
+    def seal_segment(
+        self, model, cache, scores: Scores, tail: Tail, queries: Queries, generator: torch.Generator
+    ) -> None:
+        """Seal the first tokens of a sealed cache's tail, given their scores; what :meth:`reseal` ends with."""
+        prompt = self.segment(cache.layers[tail.layers[0]].context, tail)
+        scores = self._check_scores(scores, cache, tail.layers, tail.n_new)
+        queries = {i: query[:: prompt.beams] for i, query in queries.items()}
+        self._seal_tokens(model, cache, tail.layers, scores, prompt, queries, generator)
+
+    @staticmethod
+    def segment(context: SealedContext, tail: Tail) -> Prompt:
+        """What is known about the first tokens of a sealed context's tail, which are to be its next segment."""
+        hidden = ~tail.is_token[:: context.beams, : tail.n_new]
+        return Prompt(
+            tail.n_new,
+            torch.zeros_like(context.n_padding),
+            torch.zeros_like(hidden),
+            context.beams,
+            first=context.is_token().sum(-1),
+            hidden=hidden,
+        )
+
+    def check_budget(self, layer, prompt: Prompt, model) -> None:
+        """Raise BudgetTooSmall if the budget does not pay for the fixed parts of what is to be sealed."""
+        self._token_budget(prompt, _geometry(layer), model, prompt.n_protected)
 
     # --- internals --------------------------------------------------------------------------------------------------
 
-    def _prompt(self, keys: Tensor, attention_mask: Tensor | None, prefix_length: int, beams: int) -> Prompt:
+    def _seal_tokens(
+        self,
+        model,
+        cache,
+        layers: list[int],
+        scores: Scores,
+        prompt: Prompt,
+        queries: Queries,
+        generator: torch.Generator,
+    ) -> list[str]:
+        """Plan and seal the first unsealed tokens of a cache; notes for the statistics."""
+        scores = {i: score[:: prompt.beams, :, : prompt.n_tokens] for i, score in scores.items()}
+        scores = unit_scores(scores, prompt.is_token)
+        before = generator.get_state()
+        try:
+            geometry = _geometry(cache.layers[layers[0]])
+            plans, notes = self._plans(scores, prompt, geometry, model, cache, queries, generator)
+            seal_cache(cache, plans, cache.stats)
+        except BaseException:
+            generator.set_state(before)
+            raise
+        return notes
+
+    def context(self, keys: Tensor, attention_mask: Tensor | None, prefix_length: int, beams: int) -> Prompt:
+        """What is known about a prefilled context, or about what of it is to be sealed."""
         batch, _, n_tokens, _ = keys.shape
         n_padding = left_padding(attention_mask, batch, n_tokens).to(keys.device)[::beams]
         n_first, n_last = self._n_protected_ends(n_tokens, prefix_length)
+        if self.seals_tails:
+            n_tokens, n_last = max(0, n_tokens - n_last), 0
+            n_padding = n_padding.clamp_max(n_tokens)
         position = torch.arange(n_tokens, device=keys.device)
         real_position = position - n_padding[:, None]  # (C, T)
         protected = (real_position >= 0) & ((real_position < n_first) | (position >= n_tokens - n_last))
         return Prompt(n_tokens, n_padding, protected, beams)
 
     @staticmethod
-    def _check_queries(queries: Queries, prompt: Prompt, beams: int) -> Queries:
-        """One row per context, and nothing where there is padding."""
+    def _check_queries(queries: Queries, prompt: Prompt, beams: int, n_tokens: int) -> Queries:
+        """Those of the last of ``n_tokens``: one row per context, and nothing where there is padding."""
         for i, query in queries.items():
-            if query.dim() != 4 or query.shape[0] != len(prompt.n_padding) * beams or query.shape[2] > prompt.n_tokens:
+            if query.dim() != 4 or query.shape[0] != len(prompt.n_padding) * beams or query.shape[2] > n_tokens:
                 raise ValueError(
                     f"queries of layer {i} have shape {tuple(query.shape)}, but there are "
-                    f"{len(prompt.n_padding) * beams} rows of {prompt.n_tokens} tokens; record them in the prefill"
+                    f"{len(prompt.n_padding) * beams} rows of {n_tokens} tokens; record them in the prefill"
                 )
-        return {i: without_padding(query[::beams], prompt.n_padding, prompt.n_tokens) for i, query in queries.items()}
+        return {i: without_padding(query[::beams], prompt.n_padding, n_tokens) for i, query in queries.items()}
 
     @staticmethod
-    def _check_scores(scores: Scores, cache, layers: list[int]) -> Scores:
+    def _check_scores(scores: Scores, cache, layers: list[int], n_scored: int | None = None) -> Scores:
+        """Those of the layers that are sealed; of all tokens, or at least of the tail's first ``n_scored``."""
         for i in layers:
             expected = tuple(cache.layers[i].keys.shape[:3])
+            if n_scored is not None and i in scores:
+                n_tail = cache.layers[i].unsealed()[0].shape[2]
+                expected = (*expected[:2], n_tail if scores[i].shape[2] == n_tail else n_scored)
             if i not in scores:
                 raise ValueError(f"scores of layer {i} are missing; the press gave those of layers {sorted(scores)}")
             if tuple(scores[i].shape) != expected:
                 raise ValueError(f"scores of layer {i} have shape {tuple(scores[i].shape)}, the cache needs {expected}")
-            if expected != tuple(cache.layers[layers[0]].keys.shape[:3]):
+            if expected[:2] != tuple(cache.layers[layers[0]].keys.shape[:2]):
                 raise NotImplementedError("layers with different numbers of KV heads cannot be sealed together yet")
         return {i: scores[i] for i in layers}
+
+
+def _geometry(layer) -> LayerGeometry:
+    """Of a layer that is sealed or not."""
+    keys, values = layer.keys, layer.values
+    return LayerGeometry(
+        n_units=keys.shape[1],
+        key_dim=keys.shape[-1],
+        value_dim=values.shape[-1],
+        element_size=keys.dtype.itemsize,
+    )
 
 
 def without_adapters(model):

@@ -1,4 +1,4 @@
-"""One ``with press(model)`` block: from the prefill's forward pass to a sealed cache."""
+"""One ``with press(model)`` block: from the prefill's forward pass to a sealed cache, and on to its next segments."""
 
 import collections
 import inspect
@@ -8,14 +8,17 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from verkv.cache import check_cache, empty_cache
+from verkv.cache import check_cache, empty_cache, unsealed_keys
 from verkv.presses.prompt import shared_prompts
 from verkv.presses.queries import QueryRecorder
+from verkv.presses.resealing import chunked_prefill, sealing_tail, update_record
 from verkv.presses.scores import Scores, ScoreSource
 
 # Rotary embeddings put on attention modules, by module: how many blocks, of different threads, still need them.
 _LENT_ROTARY: collections.Counter[int] = collections.Counter()
 _LENDING = threading.Lock()
+
+N_TAIL_QUERIES = 64  # of the last tokens, kept to fit the sketch of the next segment
 
 
 class Session:
@@ -32,6 +35,11 @@ class Session:
         self.has_candidates = False
         self.has_warned = False
         self.postponed: tuple | None = None  # cache, ids and mask of a prefill that is not sealed yet
+        self.seals_tails = press.seals_tails and source is not None
+        self.chunked = chunked_prefill.get()
+        self.appending = None  # a cache that this forward pass extends
+        self.to_reseal: tuple | None = None  # cache and mask of a pass with candidates
+        self.hidden: dict[int, Tensor] = {}  # of the prefill's last tokens
         self.with_rotary: list[nn.Module] = []
 
     def register(self, backbone: nn.Module):
@@ -72,7 +80,7 @@ class Session:
 
     def ignores_this_pass(self) -> bool:
         """A replay of our own, or another thread's forward pass: hooks are the model's, the session is this block's."""
-        return self.busy or threading.get_ident() != self.thread
+        return self.busy or sealing_tail.get() or threading.get_ident() != self.thread
 
     def before_model(self, module: nn.Module, args, kwargs: dict) -> None:
         """See whether candidate tokens may be among the inputs.
@@ -91,16 +99,19 @@ class Session:
             return
         self.discard_unfinished_prefill()
         self.seal_postponed()
+        self.reseal_postponed()
         kwargs = _by_name(module, args, kwargs)
         cache = _cache_argument(kwargs)
         if "linear_attention" in self.kinds:  # also if there is none: such models would make one of their own
             check_cache(cache, self.kinds)
         if cache is not None and cache.get_seq_length() > 0:
             self.say_what_stays_uncompressed(cache, kwargs)
+            self.begin_to_append(cache)
             return
         if cache is not None:
             check_cache(cache, self.kinds)
-        self.is_prefill, self.prefill_cache, self.scores = True, cache, {}
+        self.is_prefill, self.prefill_cache, self.scores, self.hidden = True, cache, {}, {}
+        self.appending = None
         self.recorder.queries.clear()
 
     def say_what_stays_uncompressed(self, cache, kwargs: dict) -> None:
@@ -114,13 +125,23 @@ class Session:
                     f"prefill inside the block, with an empty cache",
                     stacklevel=2,
                 )
+        elif self.seals_tails:
+            return
         elif self.press.stats is not None and tokens is not None and tokens.shape[1] > 1 and not self.has_candidates:
             note = (
                 "a pass of several tokens after the prefill is kept uncompressed, as a question is; for chunked "
-                "prefill pass the whole prompt at once"
+                "prefill use verkv.prefill, and reseal_every or max_tail to compress what comes later"
             )
             if note not in self.press.stats.notes:
                 self.press.stats.notes.append(note)
+
+    def begin_to_append(self, cache) -> None:
+        """Remember what sealing the new tokens will need, where they are to be sealed."""
+        self.appending = None
+        if self.seals_tails and any(getattr(layer, "sealed", False) or _has_record(layer) for layer in cache.layers):
+            resealer = self.press.take_over(self.model, cache)
+            resealer.source = self.source
+            self.appending = cache
 
     def discard_unfinished_prefill(self) -> None:
         """Empty the cache of a prefill that failed: half a prompt must not be taken for a whole one."""
@@ -130,19 +151,61 @@ class Session:
 
     def observe(self, module: nn.Module, query: Tensor, key: Tensor, scaling: float) -> None:
         """Record the queries of a prefill, where the press asks for some."""
-        if self.is_prefill and self.recorder.n_positions and not self.ignores_this_pass():
+        if self.ignores_this_pass() or not self.recorder.n_positions:
+            return
+        if self.is_prefill:
             self.recorder.observe(module, query, key, scaling)
+        elif self.appending is not None:
+            self.observe_sealed(module, query, self.appending.layers[module.layer_idx], scaling)
+
+    def observe_sealed(self, module: nn.Module, query: Tensor, layer, scaling: float) -> None:
+        """Record the queries of new tokens, where the tail is to be sealed later."""
+        if self.appending is not None and not self.ignores_this_pass():
+            queries = query.detach()[:, :, -N_TAIL_QUERIES:].float() * scaling
+            n_tokens = layer.get_seq_length()
+            update_record(layer, lambda record: record.add_queries(queries, N_TAIL_QUERIES, n_tokens))
 
     @torch.no_grad()
     def after_attention(self, module: nn.Module, args, kwargs: dict, output):
-        """Collect a layer's scores during prefill."""
-        if self.ignores_this_pass() or not self.is_prefill:
+        """Collect a layer's scores, or what they need, during prefill and where the tail is to be sealed."""
+        if self.ignores_this_pass() or not (self.is_prefill or self.appending is not None):
             return
         cache = _cache_argument(kwargs)
         if cache is None:
             return  # after_forward says what is wrong
-        layer = cache.layers[module.layer_idx]
-        self.scores[module.layer_idx] = self.source.on_attention(module, kwargs, output, layer)
+        layer, hidden = cache.layers[module.layer_idx], kwargs["hidden_states"]
+        if self.is_prefill:
+            self.scores[module.layer_idx] = self.source.on_attention(module, kwargs, output, layer)
+            if self.seals_tails and self.source.records == "hidden":
+                n_kept = sum(self.press._n_protected_ends(hidden.shape[1], self.source.prefix_length))
+                self.hidden[module.layer_idx] = hidden[:, max(0, hidden.shape[1] - n_kept) :].detach().clone()
+            return
+        n_tail = unsealed_keys(layer).shape[2]
+        if self.source.records == "scores":
+            scores = self.source.on_attention(module, kwargs, output, layer).float()
+            update_record(layer, lambda record: record.add_scores(scores, n_tail))
+        else:
+            update_record(layer, lambda record: record.add_hidden(hidden.detach(), n_tail))
+
+    def remember_tail(self, cache, ids: Tensor | None) -> None:
+        """Remember of a prefill's tokens that were not sealed what sealing them later needs."""
+        layers = [i for i, kind in enumerate(self.kinds) if kind == "full_attention" and _has_record(cache.layers[i])]
+        for i in layers:
+            layer = cache.layers[i]
+            n_tail = unsealed_keys(layer).shape[2]
+            if i in self.hidden:
+                hidden = self.hidden[i][:, -n_tail:] if n_tail else self.hidden[i][:, :0]
+                update_record(layer, lambda record, h=hidden, n=n_tail: record.add_hidden(h, n))
+            elif i in self.scores and self.source.records == "scores":
+                scores = self.scores[i][..., self.scores[i].shape[2] - n_tail :].float()
+                update_record(layer, lambda record, s=scores, n=n_tail: record.add_scores(s, n))
+        self.add_ids(cache, ids)
+
+    def add_ids(self, cache, ids: Tensor | None) -> None:
+        """Remember the ids of a pass; one layer is enough."""
+        if ids is not None and self.source.records == "ids":
+            layer = next((layer for layer in cache.layers if _has_record(layer)), None)
+            update_record(layer, lambda record: record.add_ids(ids, layer.get_seq_length()))
 
     def after_forward(self, module: nn.Module, args, kwargs: dict, output) -> None:
         """Seal after the prefill; later, where candidates may still be taken out of the cache."""
@@ -150,9 +213,10 @@ class Session:
             return
         is_prefill, self.is_prefill, self.prefill_cache = self.is_prefill, False, None
         has_candidates, self.has_candidates = self.has_candidates, False
-        if not is_prefill:
-            return
         kwargs = _by_name(module, args, kwargs)
+        if not is_prefill:
+            self.after_appending(kwargs, has_candidates)
+            return
         cache = _cache_argument(kwargs)
         if cache is None:
             cache = getattr(output, "past_key_values", None)
@@ -170,6 +234,31 @@ class Session:
             self.postponed = cache, ids, mask
         else:
             self.seal(cache, ids, mask)
+
+    def after_appending(self, kwargs: dict, has_candidates: bool) -> None:
+        """Seal the tail if it is long enough, but not while candidates may still be taken out of it."""
+        cache, self.appending = self.appending, None
+        if cache is None:
+            return
+        self.add_ids(cache, kwargs.get("input_ids"))
+        mask = kwargs.get("attention_mask")
+        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self.to_reseal = None if self.chunked else (cache, mask)
+        if not has_candidates:
+            self.reseal_postponed()
+
+    def reseal_postponed(self) -> None:
+        """Seal the tail of the cache that the last forward pass has extended, if that is due."""
+        if self.to_reseal is None:
+            return
+        (cache, mask), self.to_reseal = self.to_reseal, None
+        if getattr(cache, "resealer", None) is None or not cache.layers[0].get_seq_length():
+            return
+        self.busy = True
+        try:
+            cache.resealer.run_if_due(cache, mask)
+        finally:
+            self.busy = False
 
     def seal_postponed(self) -> None:
         """Seal what a prefill with candidates left in the cache: at the next forward pass or the end of the block."""
@@ -201,9 +290,16 @@ class Session:
                 beams=shared_prompts(ids, mask),
                 queries=self.recorder.of(cache),
             )
+            if self.seals_tails:
+                cache.resealer.source = self.source
+                self.remember_tail(cache, ids)
         finally:
-            self.busy, self.scores = False, {}
+            self.busy, self.scores, self.hidden = False, {}, {}
             self.recorder.queries.clear()
+
+
+def _has_record(layer) -> bool:
+    return getattr(layer, "record", None) is not None
 
 
 def _by_name(module: nn.Module, args: tuple, kwargs: dict) -> dict:

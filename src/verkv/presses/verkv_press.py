@@ -14,7 +14,7 @@ from verkv.presses.queries import Queries
 from verkv.presses.tolerance import SCOPES, ToleranceCalibration, split_queries
 from verkv.rotary import Rotary, has_rotary, rotary_dim, rotary_from_config
 from verkv.sketches import ExactSketch, RopePairSketch, Sketch
-from verkv.sketches.fit import FittedSketch, fit_sketch
+from verkv.sketches.fit import FittedSketch, fit_segment, fit_sketch
 from verkv.stats import FetchStats
 
 # Sketches by name, made for a model's config.
@@ -255,6 +255,8 @@ class VerKVPress(PoissonCompPress):
         if queries is not None and not queries.shape[2]:
             queries = None
         least_variance = {"auto": LARGE_VARIANCE, True: 0.0, False: None}[self._option("error_aware")]
+        if prompt.first is not None:
+            return fit_segment(sketch, keys, prompt.is_token, prompt.first, queries, n_outliers, least_variance)
         return fit_sketch(sketch, keys, prompt.n_padding, queries, prompt.protected, n_outliers, least_variance)
 
     def _after_sealing(self, cache, prompt: Prompt, queries: Queries, layers: list[int]) -> list[str]:

@@ -52,6 +52,17 @@ class SketchError:
         """The covariance of some KV heads only, (B, Hkv) bool; that of the others is 0."""
         return SketchError(self.mean, torch.where(is_large[..., None, None], self.covariance, 0.0))
 
+    def pooled(self, other: "SketchError", share: float) -> "SketchError":
+        """Moments over the tokens of both, ``share`` of which are the other's.
+
+        A KV head whose covariance both leave out keeps none.
+        """
+        step = other.mean - self.mean
+        covariance = (1 - share) * self.covariance + share * other.covariance
+        between = share * (1 - share) * step[..., :, None] * step[..., None, :]
+        has_covariance = covariance.flatten(2).any(-1)[..., None, None]
+        return SketchError(self.mean + share * step, torch.where(has_covariance, covariance + between, covariance))
+
     def flat(self) -> "SketchError":
         """Every KV head as a context of its own, (B * Hkv, 1, ...): a view."""
         return SketchError(self.mean.flatten(0, 1)[:, None], self.covariance.flatten(0, 1)[:, None])

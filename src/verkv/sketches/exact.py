@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from verkv.sketches.rope_pair import RopePairSketch
@@ -42,13 +43,22 @@ class ExactSketch:
         built._keys = keys
         return built
 
+    def extend(self, keys: Tensor) -> "ExactSketch":
+        """With a reference to the keys of later tokens."""
+        return self.build((*self._parts, keys))
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self._keys if isinstance(self._keys, tuple) else (self._keys,)
+
     def logits(self, query: Tensor) -> Tensor:
         """Exact <k, q> in float32; (B, Hkv, R, d) -> (B, Hkv, R, T)."""
-        return query.float() @ self._keys.to(query.device).float().mT
+        query = query.float()
+        return torch.cat([query @ keys.to(query.device).float().mT for keys in self._parts], -1)
 
     def decode(self) -> Tensor:
         """The keys themselves, in float32."""
-        return self._keys.float()
+        return torch.cat([keys.float() for keys in self._parts], 2)
 
     def charged_bytes(self, n_tokens: int, head_dim: int) -> int:
         """Those of the 2-bit sketch, so that the samples match."""
@@ -74,4 +84,5 @@ class ExactSketch:
 
     def select(self, indices: Tensor) -> "ExactSketch":
         """Reindex the batch."""
-        return self.build(self._keys[indices.to(self._keys.device)])
+        chosen = [keys[indices.to(keys.device)] for keys in self._parts]
+        return self.build(tuple(chosen) if len(chosen) > 1 else chosen[0])

@@ -1,12 +1,13 @@
 """Fitting a sketch to a prefilled layer: padding, positions, outliers, and what is left of the error."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from verkv.sketches.base import Sketch
 from verkv.sketches.error import SketchError, worst_sketched
+from verkv.sketches.segmented import SegmentSketch, hidden_first
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,69 @@ class FittedSketch:
     outliers: Tensor | None = None
 
 
-def build_sketch(recipe: Sketch, keys: Tensor, n_padding: Tensor, queries: Tensor | None = None) -> Sketch:
+def build_sketch(
+    recipe: Sketch, keys: Tensor, n_padding: Tensor, queries: Tensor | None = None, first: Tensor | None = None
+) -> Sketch:
     """Build a sketch of keys (C, Hkv, T, d) whose rows have ``n_padding`` (C,) tokens of left padding.
 
     Each row's padding is replaced by its first token and position: what stands there must not choose the sketch's
-    channels, nor widen its ranges; it may even be NaN.
+    channels, nor widen its ranges; it may even be NaN. ``first`` (C,) are the positions of the rows' first tokens, 0 by
+    default.
     """
     n_tokens = keys.shape[2]
     positions = torch.arange(n_tokens, device=keys.device) - n_padding.to(keys.device)[:, None]  # (C, T)
     if bool((positions < 0).any()):
-        first = keys[torch.arange(len(keys), device=keys.device), :, n_padding.to(keys.device)]
-        keys = torch.where((positions < 0)[:, None, :, None], first[:, :, None], keys)
-    return recipe.build(keys, queries=queries, positions=positions.clamp_min(0))
+        index = n_padding.to(keys.device).clamp_max(n_tokens - 1)  # of a row without tokens, any will do
+        stand_in = keys[torch.arange(len(keys), device=keys.device), :, index]
+        keys = torch.where((positions < 0)[:, None, :, None], stand_in[:, :, None], keys)
+    positions = positions.clamp_min(0)
+    if first is not None:
+        positions = positions + first.to(keys.device)[:, None]
+    return recipe.build(keys, queries=queries, positions=positions)
+
+
+def build_segment(recipe: Sketch, keys: Tensor, is_token: Tensor, first: Tensor) -> SegmentSketch:
+    """Build the sketch of a later segment; arguments as in :func:`fit_segment`."""
+    none = torch.zeros(len(keys), dtype=torch.int64, device="cpu")
+    return fit_segment(recipe, keys, is_token, first, None, none, None).sketch
+
+
+def fit_segment(
+    recipe: Sketch,
+    keys: Tensor,
+    is_token: Tensor,
+    first: Tensor,
+    queries: Tensor | None,
+    n_outliers: Tensor,
+    least_variance: float | None,
+) -> FittedSketch:
+    """Fit the sketch of a later segment of a context, of which no token is protected.
+
+    Parameters
+    ----------
+    recipe, queries, n_outliers, least_variance
+        As in :func:`fit_sketch`.
+    keys : Tensor, shape (C, Hkv, t, d)
+    is_token : Tensor, shape (C, t), bool
+        False at tokens that the attention mask hides, wherever they are.
+    first : Tensor, shape (C,), int64
+        Position of each row's first token that is not hidden; the others follow it.
+
+    Returns
+    -------
+    FittedSketch
+        With a :class:`SegmentSketch`.
+    """
+    is_token = is_token.to(keys.device)
+    n_hidden, moved = (~is_token).sum(-1), hidden_first(is_token)
+    if moved is not None:
+        keys = keys.gather(2, moved[0][:, None, :, None].expand_as(keys))
+    protected = torch.zeros_like(is_token)
+    fitted = fit_sketch(recipe, keys, n_hidden, queries, protected, n_outliers, least_variance, first)
+    if moved is None:
+        return replace(fitted, sketch=SegmentSketch(fitted.sketch))
+    outliers = fitted.outliers.gather(2, moved[1][:, None].expand_as(fitted.outliers))
+    return FittedSketch(SegmentSketch(fitted.sketch, moved[1]), fitted.error, outliers)
 
 
 def fit_sketch(
@@ -49,6 +101,7 @@ def fit_sketch(
     protected: Tensor,
     n_outliers: Tensor,
     least_variance: float | None,
+    first: Tensor | None = None,
 ) -> FittedSketch:
     """Build a sketch, find the tokens it codes worst, and measure its error on the others.
 
@@ -67,13 +120,15 @@ def fit_sketch(
     least_variance : float or None
         Measure the error, and let its covariance enter the plan of those KV heads whose logit variance over the queries
         is above it; without queries, of all. None: do not measure.
+    first : Tensor, shape (C,), int64, optional
+        Positions of the rows' first tokens; 0 by default.
 
     Returns
     -------
     FittedSketch
         Without error and outliers for a sketch that is not linear: it has no decoded keys to compare with.
     """
-    sketch = build_sketch(recipe, keys, n_padding, queries)
+    sketch = build_sketch(recipe, keys, n_padding, queries, first)
     outliers = torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device)
     if not sketch.is_linear or (least_variance is None and not bool(n_outliers.any())):
         return FittedSketch(sketch, None, outliers)
