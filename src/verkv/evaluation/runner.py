@@ -55,7 +55,7 @@ def run_eval(settings: EvalSettings, share: Share | None = None) -> int:
         work.append((source, [plan for i, plan in enumerate(plans) if share.takes(i)]))
     n_missing = sum(job.id not in results.ids for _, plans in work for plan in plans for job in plan.jobs)
     n_written = 0
-    with tqdm(total=n_missing, unit="answer", dynamic_ncols=True) as bar:
+    with tqdm(total=n_missing, unit="answer", dynamic_ncols=True, disable=None) as bar:  # None: only on a terminal
         for source, plans in work:
             plans = [plan for plan in plans if any(job.id not in results.ids for job in plan.jobs)]
             if not plans:
