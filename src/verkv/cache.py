@@ -569,14 +569,14 @@ def seal_cache(cache, plans: dict[int, SealPlan], stats: FetchStats) -> None:
     """
     adopt_layers(cache)
     is_first = not any(cache.layers[i].sealed for i in plans)
-    tails = {} if is_first else {i: vars(cache.layers[i]).copy() for i in plans}
+    before = {} if is_first else {i: _state(cache.layers[i]) for i in plans}
     sealed: list[int] = []
     try:
         for index in sorted(plans):
             cache.layers[index].seal(plans[index], stats)
             sealed.append(index)
     except BaseException:
-        _undo_sealing(cache, sealed, tails)
+        _undo_sealing(cache, sealed, before)
         raise
     if is_first:
         for layer in cache.layers:
@@ -594,13 +594,19 @@ def count_sealed(layers: list, stats: FetchStats) -> None:
     stats.n_segments = max((len(layer.context.segments) for layer in sealed), default=0)
 
 
-def _undo_sealing(cache, sealed: list[int], before: dict[int, dict]) -> None:
+def _state(layer) -> tuple[dict, dict]:
+    """Tail and context of a sealed layer, whose tensors are never written into."""
+    tail = {name: getattr(layer, name) for name in ("tail_keys", "tail_values", "record")}
+    return tail, vars(layer.context).copy()
+
+
+def _undo_sealing(cache, sealed: list[int], before: dict[int, tuple[dict, dict]]) -> None:
     """Bring layers that were sealed back to the state before, or empty the cache where that is gone."""
     if before:
         for i in sealed:
-            cache.layers[i].context.drop_last()
-            tail = {name: before[i][name] for name in ("tail_keys", "tail_values", "record")}
+            tail, context = before[i]
             vars(cache.layers[i]).update(tail)
+            vars(cache.layers[i].context).update(context)
     elif all(cache.layers[i].context.host is not None for i in sealed):
         for i in sealed:
             cache.layers[i].unseal()

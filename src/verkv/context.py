@@ -13,6 +13,7 @@ from torch import Tensor
 from verkv import segments, streaming
 from verkv.attention import allowed_tokens, weighted_attention
 from verkv.estimators.sampling import LEVELS_PER_OCTAVE
+from verkv.estimators.thinning import Thinning
 from verkv.kvfetch import FetchConfig, row_chunks
 from verkv.planning import KeyPool, Planner, QueryRows
 from verkv.sketches import Sketch
@@ -55,6 +56,10 @@ class SealPlan:
         Batch rows that share one context: rows c * beams .. (c + 1) * beams - 1 belong to context c.
     is_token : Tensor, shape (C, T), bool, optional
         Of a later segment: False at tokens that the attention mask hides, whose codes are 0.
+    surplus : Tensor, shape (C, Hkv, T), uint8, optional
+        Of :func:`~verkv.estimators.thinning.surplus_levels`, where the sample may be thinned later.
+    thinning : Thinning, optional
+        Of a later segment: what becomes of the earlier ones' sample.
     """
 
     codes: Tensor
@@ -69,6 +74,8 @@ class SealPlan:
     violation_target: str = "denominator"
     beams: int = 1
     is_token: Tensor | None = None
+    surplus: Tensor | None = None
+    thinning: Thinning | None = None
 
 
 class ToleranceViolation(RuntimeError):
@@ -95,7 +102,8 @@ class SealedContext:
         self.n_padding = plan.n_padding.to(self.device)
 
         codes = plan.codes.to(self.device)
-        self.rows = ResidentRows.gather(keys, values, codes)
+        surplus = None if plan.surplus is None else plan.surplus.to(self.device)
+        self.rows = ResidentRows.gather(keys, values, codes, surplus)
         self.host = HostTier.copy_from(keys, values) if plan.keep_host or plan.fetch or plan.audit else None
         self.codes = codes.flatten(0, 1) if plan.fetch else None
         self.value_norms = None
@@ -109,7 +117,7 @@ class SealedContext:
         elif plan.fetch:
             is_oracle = plan.sketch.is_oracle
             self.sketch = build_sketch(plan.sketch, self.host.keys if is_oracle else keys, plan.n_padding)
-        self.segments = (Segment(self.n_tokens),)
+        self.segments = (Segment(self.n_tokens, counts=segments.counted(codes, surplus)),)
         self.hidden = None  # (2, M), contexts and positions of hidden tokens that are no left padding
         self.is_streaming = False  # attention is exact, with keys and values from the host block by block
 
@@ -138,7 +146,8 @@ class SealedContext:
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes by tier and part; the sum over the tensors this object holds."""
         seen: set[int] = set()  # segments share some tensors
-        device = _sizes({f"row_{name}": tensor for name, tensor in vars(self.rows).items()}, seen)
+        rows = {f"row_{name}": tensor for name, tensor in vars(self.rows).items() if tensor is not None}
+        device = _sizes(rows, seen)
         uncharged = _sizes({"n_padding": self.n_padding}, seen)
         if self.codes is not None:
             device["token_codes"] = self.codes.nbytes
@@ -155,6 +164,9 @@ class SealedContext:
         host = {}
         for _, part in host_parts(self.host) if self.host is not None else []:
             _add(host, {"host_keys": part.keys.nbytes, "host_values": part.values.nbytes})
+        for segment in self.segments:
+            if segment.counts is not None:
+                _add(host, {"level_counts": segment.counts.nbytes})
         return {"device": device, "device_uncharged": uncharged, "host": host}
 
     def select(self, indices: Tensor) -> "SealedContext":

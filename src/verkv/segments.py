@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from verkv.estimators.sampling import decode_inclusion_probs
+from verkv.estimators.thinning import Thinning, count_levels, thin_counts, thin_levels
 from verkv.sketches.fit import build_segment
 from verkv.sketches.segmented import SegmentedSketch
-from verkv.tiers import LEVEL_MASK, HostParts, HostTier, ResidentRows, Segment, host_parts
+from verkv.tiers import LEVEL_MASK, RESIDENT_BIT, HostParts, HostTier, ResidentRows, Segment, host_parts
 
 
 @torch.no_grad()
@@ -31,15 +32,17 @@ def append(context, keys: Tensor, values: Tensor, plan) -> None:
     assert (len(keys), plan.beams) == (context.n_contexts, context.beams), "another batch than was sealed"
     n_before, n_new = context.n_tokens, keys.shape[2]
     codes = plan.codes.to(context.device)
+    surplus = None if plan.surplus is None else plan.surplus.to(context.device)
+    before = _thinned(context, plan.thinning)
     is_token = torch.ones(codes.shape[0], n_new, dtype=torch.bool, device=context.device)
     if plan.is_token is not None:
         is_token = plan.is_token.to(context.device)
-    rows = ResidentRows.gather(keys, values, codes)
+    rows = ResidentRows.gather(keys, values, codes, surplus)
     grown = {
-        "rows": context.rows.append(rows),
+        "rows": before["rows"].append(rows),
         "n_tokens": n_before + n_new,
         "full_bytes": context.full_bytes + keys.nbytes + values.nbytes,
-        "segments": (*context.segments, Segment(n_new, rows.offsets.diff())),
+        "segments": (*before["segments"], Segment(n_new, rows.offsets.diff(), counted(codes, surplus))),
     }
     if not bool(is_token.all()):
         seen = torch.cat([context.is_token(), is_token], 1)
@@ -49,12 +52,51 @@ def append(context, keys: Tensor, values: Tensor, plan) -> None:
         part = HostTier.copy_from(keys, values)
         grown["host"] = HostParts.of(context.host, n_before).append(part, n_new)
     if context.codes is not None:
-        grown["codes"] = torch.cat([context.codes, codes.flatten(0, 1)], 1)
+        grown["codes"] = torch.cat([before["codes"], codes.flatten(0, 1)], 1)
     if context.value_norms is not None:
         grown["value_norms"] = context.value_norms.append(values, is_token)
     if context.sketch is not None:
         grown |= _grown_sketch(context, keys, is_token, plan, part)
     vars(context).update(grown)
+
+
+def counted(codes: Tensor, surplus: Tensor | None) -> Tensor | None:
+    """Tokens of codes (C, Hkv, t) by their probabilities, where the sample may be thinned; see ``Segment.counts``."""
+    if surplus is None:
+        return None
+    codes, surplus = codes.flatten(0, 1), surplus.flatten(0, 1)
+    return count_levels(codes & LEVEL_MASK, surplus, codes != 0)
+
+
+def _thinned(context, thinning: Thinning | None) -> dict[str, object]:
+    """Rows, codes and segments of a context after its sample has been thinned; as they are without a thinning."""
+    if thinning is None:
+        return {name: getattr(context, name) for name in ("rows", "codes", "segments")}
+    steps, kept = thinning.steps.to("cpu"), thinning.kept.to(context.device)
+    rows = context.rows.thin(steps, kept)
+    thinned = {"rows": rows, "codes": None}
+    if context.codes is not None:
+        thinned["codes"] = _thinned_codes(context.codes, context.rows, steps, kept)
+    # Rows of a unit are in the order of its segments, the last of which end where the unit does.
+    n_before = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
+    end, segments = context.rows.offsets[1:], []
+    for segment in reversed(context.segments):
+        n_rows = segment.n_rows
+        if n_rows is not None:
+            start = end - n_rows
+            end, n_rows = start, n_before[end] - n_before[start]
+        segments.insert(0, Segment(segment.n_tokens, n_rows, thin_counts(segment.counts, steps)))
+    return thinned | {"segments": tuple(segments)}
+
+
+def _thinned_codes(codes: Tensor, rows: ResidentRows, steps: Tensor, kept: Tensor) -> Tensor:
+    """Codes (N, T) of all tokens: every one's probability is lowered, and rows that went are resident no more."""
+    resident, steps = (codes & RESIDENT_BIT) != 0, steps.to(codes.device)
+    lowered, _ = thin_levels(codes & LEVEL_MASK, torch.zeros_like(codes), steps[:, None])
+    thinned = torch.where(codes == 0, codes, lowered)  # absent tokens stay absent
+    of_rows, _ = thin_levels(rows.codes & LEVEL_MASK, rows.surplus, steps.repeat_interleave(rows.offsets.diff()))
+    thinned[resident] = of_rows | (kept.to(torch.uint8) * RESIDENT_BIT)
+    return thinned
 
 
 def _grown_sketch(context, keys: Tensor, is_token: Tensor, plan, part: HostTier) -> dict[str, object]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verkv.estimators.thinning import thin_levels
+
 RESIDENT_BIT = 0x80
 LEVEL_MASK = 0x7F
 _ROW_FIELDS = ("keys", "values", "codes")
@@ -30,14 +32,18 @@ class Segment:
     n_tokens : int
     n_rows : Tensor, shape (N,), int64, or None
         Resident rows of each unit. None for the first segment: all that the others leave.
+    counts : Tensor, shape (N, 256), int64, on the CPU, or None
+        Its tokens by :func:`~verkv.estimators.thinning.count_levels`, where the sample may be thinned.
     """
 
     n_tokens: int
     n_rows: Tensor | None = None
+    counts: Tensor | None = None
 
     def select(self, units: Tensor) -> "Segment":
         """Reindex the units (a copy)."""
-        return Segment(self.n_tokens, None if self.n_rows is None else self.n_rows[units])
+        n_rows = None if self.n_rows is None else self.n_rows[units]
+        return Segment(self.n_tokens, n_rows, None if self.counts is None else self.counts[units.to("cpu")])
 
 
 @dataclass(frozen=True)
@@ -174,15 +180,18 @@ class ResidentRows:
         Resident bit and level of r = 2 ** (-level / 8) of each row.
     offsets : Tensor, shape (N + 1,), int64
         Rows of unit u are offsets[u] .. offsets[u + 1].
+    surplus : Tensor, shape (M,), uint8, or None
+        Of :func:`~verkv.estimators.thinning.surplus_levels`, where the sample may be thinned.
     """
 
     keys: Tensor
     values: Tensor
     codes: Tensor
     offsets: Tensor
+    surplus: Tensor | None = None
 
     @classmethod
-    def gather(cls, keys: Tensor, values: Tensor, codes: Tensor) -> "ResidentRows":
+    def gather(cls, keys: Tensor, values: Tensor, codes: Tensor, surplus: Tensor | None = None) -> "ResidentRows":
         """Pick the resident rows of keys and values (B, Hkv, T, d) by their codes (B, Hkv, T)."""
         codes = codes.flatten(0, 1)
         resident = (codes & RESIDENT_BIT) != 0
@@ -194,6 +203,7 @@ class ResidentRows:
             values.flatten(0, 1)[units, positions],
             codes[units, positions],
             offsets,
+            None if surplus is None else surplus.flatten(0, 1)[units, positions],
         )
 
     def padded_index(self) -> tuple[Tensor, Tensor]:
@@ -213,8 +223,21 @@ class ResidentRows:
         counts = torch.cat([self.offsets.diff(), later.offsets.diff()])
         units = torch.arange(len(self.offsets) - 1, device=counts.device).repeat(2).repeat_interleave(counts)
         order = units.argsort(stable=True)
-        both = [torch.cat([getattr(rows, name) for rows in (self, later)])[order] for name in _ROW_FIELDS]
-        return ResidentRows(*both, self.offsets + later.offsets)
+        both = {name: torch.cat([getattr(rows, name) for rows in (self, later)])[order] for name in self._fields()}
+        return ResidentRows(offsets=self.offsets + later.offsets, **both)
+
+    def thin(self, steps: Tensor, kept: Tensor) -> "ResidentRows":
+        """The rows that are ``kept`` (M,), with the probabilities of each unit lowered by ``steps`` (N,) levels."""
+        steps = steps.to(self.codes.device).repeat_interleave(self.offsets.diff())
+        levels, surplus = thin_levels(self.codes & LEVEL_MASK, self.surplus, steps)
+        n_before = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        return ResidentRows(
+            self.keys[kept],
+            self.values[kept],
+            (levels | RESIDENT_BIT)[kept],
+            n_before[self.offsets],
+            surplus[kept],
+        )
 
     def head(self, n_last: Tensor) -> "ResidentRows":
         """Without the last ``n_last`` (N,) rows of each unit (a copy)."""
@@ -223,14 +246,21 @@ class ResidentRows:
         kept = index[is_row & (slots < (self.offsets.diff() - n_last)[:, None])]
         offsets = torch.zeros_like(self.offsets)
         offsets[1:] = (self.offsets.diff() - n_last).cumsum(0)
-        return ResidentRows(*(getattr(self, name)[kept] for name in _ROW_FIELDS), offsets)
+        return self._take(kept, offsets)
 
     def select(self, indices: Tensor, n_kv_heads: int) -> "ResidentRows":
         """Reindex the batch (a copy): the rows of contexts ``indices``."""
         units = (indices[:, None] * n_kv_heads + torch.arange(n_kv_heads, device=indices.device)).flatten()
         rows = torch.cat([torch.arange(self.offsets[u], self.offsets[u + 1], device=units.device) for u in units])
         offsets = torch.cat([torch.zeros_like(units[:1]), self.offsets.diff()[units].cumsum(0)])
-        return ResidentRows(self.keys[rows], self.values[rows], self.codes[rows], offsets)
+        return self._take(rows, offsets)
+
+    def _take(self, rows: Tensor, offsets: Tensor) -> "ResidentRows":
+        return ResidentRows(offsets=offsets, **{name: getattr(self, name)[rows] for name in self._fields()})
+
+    def _fields(self) -> tuple[str, ...]:
+        """What there is of every row."""
+        return _ROW_FIELDS if self.surplus is None else (*_ROW_FIELDS, "surplus")
 
 
 def pad_rows(rows: Tensor, units: Tensor, n_units: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """A context that grew segment by segment against one that was sealed at once, and the certificate over many draws."""
 
 import copy
+import dataclasses
 import itertools
 import pickle
 
@@ -12,13 +13,14 @@ from torch.testing import assert_close
 
 from verkv.context import SealedContext, SealPlan
 from verkv.estimators import decode_inclusion_probs, poisson_sample
+from verkv.estimators.thinning import Thinning, draw_survivors, expected_rows, thin_levels
 from verkv.kvfetch import FetchConfig
 from verkv.rotary import Rotary
 from verkv.sketches import ExactSketch, RopePairSketch, TransformSketch
 from verkv.sketches.fit import build_sketch, fit_segment
 from verkv.sketches.segmented import SegmentedSketch, SegmentSketch
 from verkv.stats import FetchStats
-from verkv.tiers import RESIDENT_BIT, HostParts, HostTier, ResidentRows
+from verkv.tiers import LEVEL_MASK, RESIDENT_BIT, HostParts, HostTier, ResidentRows
 
 CONTEXTS, HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 3, 16, 12
 LENGTHS = (40, 24, 17)  # of the segments
@@ -282,3 +284,90 @@ def test_the_certificate_holds_over_segments():
 
 def test_a_redraw_with_the_same_random_numbers_fails_it():
     assert binomtest(failures_over_draws(is_redrawn=True), N_DRAWS, DELTA, alternative="greater").pvalue < 1e-6
+
+
+# --- thinning ---------------------------------------------------------------------------------------------------------
+
+
+def thinned_over_draws(has_one_coin: bool) -> int:
+    """As above, but every new segment thins the earlier ones; with one coin for all rows the theorem does not hold."""
+    n_each, n_segments, steps = 100, 4, 4
+    generator = torch.Generator().manual_seed(6)
+    keys = torch.randn(1, 1, n_each * n_segments, KEY_DIM, generator=generator).expand(N_DRAWS, -1, -1, -1)
+    query = torch.randn(1, 1, 1, KEY_DIM, generator=generator).mul(0.3).expand(N_DRAWS, -1, -1, -1)
+    options = {"fetch": FetchConfig(EPSILON, DELTA, shortlist=0), "sketch": ExactSketch(), "audit": True}
+    context, no_surplus = None, torch.zeros(N_DRAWS, 1, n_each, dtype=torch.uint8)
+    for number in range(n_segments):
+        levels = torch.full((N_DRAWS, 1, n_each), steps * (number + 1), dtype=torch.uint8)
+        sampled = poisson_sample(decode_inclusion_probs(levels), generator)
+        codes = levels | (sampled.to(torch.uint8) * RESIDENT_BIT)
+        plan = SealPlan(codes, torch.zeros(N_DRAWS, dtype=torch.int64), surplus=no_surplus, **options)
+        part = keys[:, :, number * n_each : (number + 1) * n_each]
+        if context is None:
+            context = SealedContext(part, part, plan, 0, FetchStats("test", sealed_layers=(0,)))
+            continue
+        rows, of_units = context.rows, torch.full((N_DRAWS,), steps)
+        of_rows = of_units.repeat_interleave(rows.offsets.diff())
+        if has_one_coin:
+            kept = (torch.rand(N_DRAWS, generator=generator) < 2.0 ** (-steps / 8)).repeat_interleave(
+                rows.offsets.diff()
+            )
+        else:
+            kept = draw_survivors(rows.codes & LEVEL_MASK, rows.surplus, of_rows, generator)
+        context.append(part, part, dataclasses.replace(plan, thinning=Thinning(of_units, kept)))
+    assert len(set(context.codes.bitwise_and(LEVEL_MASK).unique().tolist())) == 1  # all ended at the same r
+    nothing = part[:, :, :0]
+    context.attend(query, nothing, nothing, None, 1.0)
+    (record,) = context.stats.records()
+    assert 0 < record.fetched < N_DRAWS * n_segments * n_each / 2
+    return int((record.relative_error > EPSILON).sum())
+
+
+def test_the_certificate_holds_after_thinning():
+    assert binomtest(thinned_over_draws(has_one_coin=False), N_DRAWS, DELTA, alternative="greater").pvalue > 1e-3
+
+
+def test_thinning_all_rows_by_one_coin_fails_it():
+    assert binomtest(thinned_over_draws(has_one_coin=True), N_DRAWS, DELTA, alternative="greater").pvalue < 1e-6
+
+
+@pytest.mark.parametrize("config", ["sample_only", "exact", "transform"])
+def test_a_thinned_context_is_one_with_the_thinned_codes(config):
+    p, options = Problem(), CONFIGS[config]
+    surplus = torch.where(p.codes == RESIDENT_BIT, 5, 0).to(torch.uint8)
+    surplus[:, :, :2] = torch.where(p.codes[:, :, :2] == RESIDENT_BIT, 255, 0)
+    context = SealedContext(
+        *p.part(0, ENDS[1]),
+        p.plan(0, ENDS[1], surplus=surplus[..., : ENDS[1]], **options),
+        0,
+        FetchStats("test", sealed_layers=(0,), record_bounds=True),
+    )
+    of_units = torch.tensor([0, 3, 8, 20])
+    of_rows = of_units.repeat_interleave(context.rows.offsets.diff())
+    generator = torch.Generator().manual_seed(2)
+    kept = draw_survivors(context.rows.codes & LEVEL_MASK, context.rows.surplus, of_rows, generator)
+    before = copy.copy(context)
+    first = p.codes[..., : ENDS[1]]
+    lowered, _ = thin_levels(first & LEVEL_MASK, surplus[..., : ENDS[1]], of_units.view(CONTEXTS, HEADS, 1))
+    resident = (first & RESIDENT_BIT) != 0
+    resident[resident.clone()] = kept
+    thinned = torch.where(first == 0, 0, lowered | (resident.to(torch.uint8) * RESIDENT_BIT)).to(torch.uint8)
+    assert (thinned != first).any() and len(kept) > int(kept.sum()) > 0
+    last = p.plan(ENDS[1], ENDS[2], surplus=surplus[..., ENDS[1] :], thinning=Thinning(of_units, kept), **options)
+    old = p.attend(before)
+    context.append(*p.part(*ENDS[1:]), last)
+    assert torch.equal(p.attend(before), old)  # a branch is not touched
+    p.codes[..., : ENDS[1]] = thinned
+    expected = p.sealed(ENDS[1:], **options)
+    assert torch.equal(p.attend(context), p.attend(expected))
+    chosen = context.select(torch.tensor([1]))
+    for grown in (context, pickle.loads(pickle.dumps(context)), copy.deepcopy(context)):
+        counts = sum(segment.counts for segment in grown.segments)
+        r = decode_inclusion_probs(p.codes & LEVEL_MASK, torch.float64)
+        assert_close(expected_rows(counts), torch.where(p.codes == 0, 0.0, r).sum(-1).flatten())
+        assert len(grown.rows.surplus) == len(grown.rows.codes)
+        grown.drop_last()
+        if config != "sample_only":
+            assert torch.equal(grown.codes, thinned.flatten(0, 1))
+        assert int(grown.rows.offsets[-1]) == int(kept.sum())
+    assert len(chosen.segments[0].counts) == HEADS

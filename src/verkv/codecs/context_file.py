@@ -250,6 +250,7 @@ def _storable_context(context):
     stored.stats = None
     stored.host = context.host is not None
     if context.codes is not None:
+        stored.surplus = context.rows.surplus
         stored.rows = None  # gathered again, from the same keys and values
     if context.sketch is not None and context.sketch.is_oracle:
         stored.sketch = dataclasses.replace(context.sketch)  # the recipe: its keys are the host tier's
@@ -321,7 +322,8 @@ def _seal(cache, sealing: dict, reader: TensorReader, device: torch.device, is_c
         context.host = HostTier.copy_from(layer.keys, layer.values) if context.host else None
         if context.codes is not None:
             codes = context.codes.unflatten(0, (context.n_contexts, context.n_kv_heads))
-            context.rows = ResidentRows.gather(layer.keys, layer.values, codes)
+            rows = ResidentRows.gather(layer.keys, layer.values, codes)
+            context.rows = dataclasses.replace(rows, surplus=vars(context).pop("surplus", None))
         if context.sketch is not None and context.sketch.is_oracle:
             context.sketch = context.sketch.build(context.host.keys)
         if is_coded and context.value_norms is not None:  # bounds must hold for the values that are read

@@ -4,8 +4,9 @@ Each module is one section of the paper (arXiv:2611.11319v1): `sampling` (Eq. 3,
 (Definition 2, Theorem 1, A.2), `denominator` (Eq. 5), `certificate` (Eq. 7, Lemma 1) and `fetching` (Eqs. 8-10,
 Theorem 2). They are sort-based and exact: the reference every faster version is tested against.
 
-Four modules go beyond it: `distances` and `output_bound` (a certificate of the attention output), `chernoff` (a tighter
-certificate), `calibration` (a tolerance from queries whose exact answer is known); see ``docs/output_bound.md``.
+Five modules go beyond it: `thinning` (a smaller budget without a new draw), `distances` and `output_bound` (a
+certificate of the attention output), `chernoff` (a tighter certificate) and `calibration` (a tolerance from queries
+whose exact answer is known); see ``docs/segments.md`` for the first and ``docs/output_bound.md`` for the others.
 """
 
 from verkv.estimators.calibration import (

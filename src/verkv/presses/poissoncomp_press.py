@@ -1,14 +1,14 @@
 """PoissonComp: keep a Poisson sample of the tokens, drawn with probabilities from importance scores (Algorithm 1)."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from verkv.cache import unsealed_keys
 from verkv.checks import check_count
-from verkv.context import SealPlan
+from verkv.context import SealedContext, SealPlan
 from verkv.estimators.sampling import (
     MIN_INCLUSION_PROB,
     defensive_mixture,
@@ -16,6 +16,7 @@ from verkv.estimators.sampling import (
     poisson_sample,
     quantize_inclusion_probs,
 )
+from verkv.estimators.thinning import Thinning, draw_survivors, surplus_levels
 from verkv.kvfetch import FetchConfig
 from verkv.presses.budget import LayerGeometry, solving_device, token_budget
 from verkv.presses.eviction_press import check_budget_scope
@@ -24,10 +25,11 @@ from verkv.presses.queries import Queries
 from verkv.presses.resealing import chunked_prefill
 from verkv.presses.scores import Scores, ScoreSource
 from verkv.presses.sealing_press import BUDGET_SCOPES, SealingPress
+from verkv.presses.size_budget import BudgetReport, SizeBudget, budget_report, make_room
 from verkv.presses.sources import resolve_source
 from verkv.sketches import Sketch
 from verkv.sketches.fit import FittedSketch
-from verkv.tiers import RESIDENT_BIT
+from verkv.tiers import LEVEL_MASK, RESIDENT_BIT
 
 
 @dataclass
@@ -44,6 +46,10 @@ class PoissonCompPress(SealingPress):
         ``ScorerPress``, or ``AdaKVPress`` around one (without its ``alpha_safeguard``). It is not changed.
     compression_ratio : float in [0, 1), optional
         Fraction of the cache that is removed, all parts counted: 16x is 0.9375. Taken from ``press`` if not given.
+    budget_tokens, budget_bytes : int > 0, optional
+        Instead of a ratio, what one sequence's sealed context may take however long it becomes: resident tokens, as a
+        mean over KV heads and layers, or bytes on the device in all sealed layers, every charged part counted. Kept to
+        in expectation: each new segment thins the earlier ones' samples to make room. See :meth:`budget_report`.
     n_sink, n_local : int
         Leading and trailing context tokens that are always kept (with the chat template's prefix, for KVzip).
     alpha : float in [0, 1]
@@ -73,6 +79,8 @@ class PoissonCompPress(SealingPress):
     budget_scope: str | None = None
     seed: int | None = 0
     audit: bool = False
+    budget_tokens: int | None = field(default=None, kw_only=True)
+    budget_bytes: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -89,6 +97,7 @@ class PoissonCompPress(SealingPress):
         return resolve_source(copy.copy(self.press))[0]
 
     def _check_options(self) -> None:
+        self._size()
         check_count("n_sink", self.n_sink)
         check_count("n_local", self.n_local)
         alpha = self._mixture()
@@ -97,6 +106,52 @@ class PoissonCompPress(SealingPress):
         if self.seed is not None and not -(2**63) <= check_count("seed", self.seed, least=-(2**63)) < 2**64:
             raise ValueError(f"seed must fit 64 bits, got {self.seed}")
         check_budget_scope(self._scope())
+
+    def _size(self) -> SizeBudget | None:
+        """The budget by size, where there is one."""
+        if self.budget_tokens is None and self.budget_bytes is None:
+            return None
+        if self.compression_ratio > 0.0:
+            raise ValueError(
+                f"compression_ratio={self.compression_ratio:g} (also of the press inside) and a budget by size exclude "
+                f"each other: leave one out"
+            )
+        return SizeBudget(self.budget_tokens, self.budget_bytes)
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing is to be removed, and so nothing scored."""
+        return self.compression_ratio == 0.0 and self._size() is None
+
+    def check_growth(self, context: SealedContext) -> None:
+        """Raise ValueError if the context was sealed under the other kind of budget."""
+        has_size = context.rows.surplus is not None
+        if has_size and self._size() is None:
+            raise ValueError("the cache was sealed under a budget by size: go on with budget_tokens or budget_bytes")
+        if not has_size and self._size() is not None:
+            raise ValueError(
+                "the cache was sealed with a compression_ratio, so that its sample cannot be thinned: go on with that, "
+                "or prefill with budget_tokens or budget_bytes"
+            )
+
+    def budget_report(self, cache=None) -> BudgetReport:
+        """How a cache that this press has sealed stands to the budget by size.
+
+        Parameters
+        ----------
+        cache : transformers.Cache, optional
+            The one that was handled last, by default.
+
+        Raises
+        ------
+        ValueError
+            If there is no budget by size, or no such cache.
+        """
+        size, cache = self._size(), cache if cache is not None else self._cache_ref and self._cache_ref()
+        layers = [] if cache is None else [layer for layer in cache.layers if getattr(layer, "sealed", False)]
+        if size is None or not layers or layers[0].context.rows.surplus is None:
+            raise ValueError("budget_report needs budget_tokens or budget_bytes, and a cache that was sealed with it")
+        return budget_report(size, [layer.context for layer in layers])
 
     def _scope(self) -> str:
         return self.budget_scope if self.budget_scope is not None else resolve_source(self.press)[1]
@@ -141,6 +196,16 @@ class PoissonCompPress(SealingPress):
         return self.alpha
 
     def _token_budget(self, prompt: Prompt, geometry: LayerGeometry, model, n_kept: Tensor) -> Tensor:
+        """Of what is to be sealed; under a budget by size, of the whole context."""
+        size = self._size()
+        if size is not None:
+            lengths, n_certain = prompt.lengths[:, None].cpu(), n_kept.cpu()
+            if prompt.earlier is not None:
+                lengths = torch.cat([prompt.earlier.cpu(), lengths], -1)
+                n_certain = n_certain + prompt.n_certain_before
+            n_layers = len(self.full_layers(model))
+            sketch, n_bytes = self._sketch(model), self._bytes_per_token()
+            return size.rows(lengths, n_certain, geometry, n_layers, sketch, n_bytes)
         return token_budget(
             prompt.lengths,
             n_kept,
@@ -164,7 +229,7 @@ class PoissonCompPress(SealingPress):
         fetch, sketch = self._fetch_config(), self._sketch(model)
         budget, n_outliers = self._token_budget(prompt, geometry, model, prompt.n_protected), None
         if sketch is not None:
-            n_outliers = self._n_outliers(prompt, sketch, budget)
+            n_outliers = self._n_outliers(prompt, sketch, budget * _share(prompt))
             budget = self._token_budget(prompt, geometry, model, prompt.n_protected.cpu() + n_outliers)
         plans, expected, variance = {}, 0.0, 0.0
         for layers in self._budget_groups(sorted(scores)):
@@ -184,7 +249,8 @@ class PoissonCompPress(SealingPress):
                 }
             outliers = [fitted[i].outliers.to(device) for i in layers if fitted.get(i) is not None]
             outliers = torch.stack(outliers, dim=1) if outliers else torch.zeros_like(stacked, dtype=torch.bool)
-            codes, r = self._draw(stacked, budget.to(device), prompt, outliers, generator)
+            thinning, of_group = self._room(cache, layers, budget.to(device), prompt, outliers, generator)
+            codes, r, surplus = self._draw(stacked, of_group, prompt, outliers, generator)
             expected, variance = expected + float(r.sum()), variance + float((r * (1 - r)).sum())
             for j, i in enumerate(layers):
                 plans[i] = SealPlan(
@@ -197,6 +263,8 @@ class PoissonCompPress(SealingPress):
                     audit=self.audit,
                     beams=prompt.beams,
                     is_token=prompt.is_token,
+                    surplus=None if surplus is None else surplus[:, j],
+                    thinning=thinning.get(i),
                     **self._violation_options(),
                 )
         return plans, self._notes(expected, variance, sketch)
@@ -205,30 +273,66 @@ class PoissonCompPress(SealingPress):
         """Layers solved together: all that share a budget, otherwise one by one to save memory."""
         return [layers] if self._scope() == "model" else [[i] for i in layers]
 
+    def _room(
+        self, cache, layers: list[int], budget: Tensor, prompt: Prompt, outliers: Tensor, generator: torch.Generator
+    ) -> tuple[dict[int, Thinning], Tensor]:
+        """How a group of layers is thinned, and the tokens that all who share a budget may keep: (C, L, H) or less."""
+        shape, n_shared = outliers.shape[:-1], BUDGET_SCOPES[self._scope()] - 1
+        shared = tuple(range(3 - n_shared, 3))
+        n_heads = shape[3 - n_shared :].numel()
+        total = (budget * n_heads).view(-1, *[1] * (2 - n_shared)).expand(shape[: 3 - n_shared])
+        if prompt.earlier is None or self._size() is None:
+            return {}, total
+        summed = lambda t: t.sum(shared) if shared else t  # noqa: E731
+        contexts = [cache.layers[i].context for i in layers]
+        counts = [sum(s.counts for s in c.segments).view(c.n_contexts, c.n_kv_heads, -1) for c in contexts]
+        n_new = prompt.lengths.cpu()[:, None, None].expand(shape)
+        steps, of_group = make_room(
+            summed(torch.stack(counts, 1)), total.cpu(), summed(n_new), summed(outliers.sum(-1).cpu())
+        )
+        steps = steps.view(*steps.shape, *[1] * n_shared).expand(shape)
+        thinning = {}
+        for j, (i, context) in enumerate(zip(layers, contexts, strict=True)):
+            of_units, rows = steps[:, j].flatten(), context.rows
+            if bool(of_units.any()):
+                of_rows = of_units.to(rows.codes.device).repeat_interleave(rows.offsets.diff())
+                kept = draw_survivors(rows.codes & LEVEL_MASK, rows.surplus, of_rows, generator)
+                thinning[i] = Thinning(of_units, kept)
+        return thinning, of_group.to(budget.device)
+
     def _draw(
         self, scores: Tensor, budget: Tensor, prompt: Prompt, outliers: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Codes and inclusion probabilities (C, L, H, T) of a group of layers."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, inclusion probabilities and surplus (C, L, H, T) of a group of layers, given its budget."""
         shared_dims = BUDGET_SCOPES[self._scope()]
-        n_groups = scores.dim() - shared_dims
-        n_heads = scores.shape[n_groups:-1].numel()
         protected = prompt.protected.to(scores.device)[:, None, None] | outliers
         absent = ~prompt.is_token.to(scores.device)[:, None, None]
         tau = defensive_mixture(scores, self._mixture(), eligible=~(protected | absent))
         r = inclusion_probabilities(
             tau.double(),
-            (budget * n_heads).view(-1, *[1] * (n_groups - 1)).expand(scores.shape[:n_groups]),
+            budget,
             certain=protected,
             absent=absent,
             floor=MIN_INCLUSION_PROB,
             shared_dims=shared_dims,
         )
-        levels, r = quantize_inclusion_probs(r, absent=absent, shared_dims=shared_dims)
+        exact = r
+        levels, r = quantize_inclusion_probs(exact, absent=absent, shared_dims=shared_dims)
+        surplus = None
+        if self._size() is not None:
+            masks = {"certain": protected, "absent": absent}
+            surplus = surplus_levels(tau, exact, levels, shared_dims=shared_dims, **masks)
         sampled = poisson_sample(r, generator)
-        return levels | (sampled.to(torch.uint8) * RESIDENT_BIT), r
+        return levels | (sampled.to(torch.uint8) * RESIDENT_BIT), r, surplus
 
     def _notes(self, expected: float, variance: float, sketch: Sketch | None) -> list[str]:
         return [
             f"the sample's size varies with the draw: {expected:.0f} rows expected over all heads, standard deviation "
             f"{variance**0.5:.0f}"
         ]
+
+
+def _share(prompt: Prompt) -> Tensor:
+    """Of a context's tokens, those that are to be sealed now; (C,), on the CPU."""
+    lengths = prompt.lengths.cpu().double()
+    return lengths / (lengths if prompt.earlier is None else lengths + prompt.first.cpu()).clamp_min(1)

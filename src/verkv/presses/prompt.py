@@ -20,18 +20,26 @@ class Prompt:
         Tokens that get r = 1: sinks, template prefix, local window.
     beams : int
         Batch rows that share a context.
-    first : Tensor, shape (C,), int64, optional
-        Of a later segment: position of each row's first token. None for a context, which begins at 0.
     hidden : Tensor, shape (C, T), bool, optional
         Of a later segment: tokens that the attention mask hides.
+    earlier : Tensor, shape (C, S), int64, optional
+        Of a later segment: real tokens of each segment before. None for a context, which begins at 0.
+    n_certain_before : Tensor, shape (C,), int64, optional
+        Of a later segment under a budget by size: tokens per KV head of the earlier ones that are always kept.
     """
 
     n_tokens: int
     n_padding: Tensor
     protected: Tensor
     beams: int
-    first: Tensor | None = None
     hidden: Tensor | None = None
+    earlier: Tensor | None = None
+    n_certain_before: Tensor | None = None
+
+    @property
+    def first(self) -> Tensor | None:
+        """Of a later segment: position of each row's first token, (C,)."""
+        return None if self.earlier is None else self.earlier.sum(-1)
 
     @property
     def is_token(self) -> Tensor:

@@ -160,6 +160,8 @@ class Resealer:
     def _check_budget(self, model, cache, tail: Tail, attention_mask: Tensor | None, beams: int) -> None:
         """Raise BudgetTooSmall before anything is scored."""
         first = cache.layers[tail.layers[0]]
+        if first.sealed:
+            self.press.check_growth(first.context)
         prompt = self.press.segment(first.context, tail) if first.sealed else None
         if prompt is None:
             mask = None if attention_mask is None else attention_mask[:, : first.get_seq_length()]

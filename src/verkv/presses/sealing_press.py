@@ -17,6 +17,7 @@ from verkv.attention import observe_attention
 from verkv.cache import check_cache, layer_kinds, seal_cache
 from verkv.checks import check_count
 from verkv.context import SealedContext, SealPlan
+from verkv.estimators.thinning import n_protected
 from verkv.hybrid import repair_linear_attention
 from verkv.presses.budget import LayerGeometry, check_compression_ratio
 from verkv.presses.prompt import Prompt, left_padding
@@ -122,6 +123,11 @@ class SealingPress(BasePress):
         return generator
 
     @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing is to be removed, and so nothing scored."""
+        return self.compression_ratio == 0.0
+
+    @property
     def seals_tails(self) -> bool:
         """Whether what is needed to seal the tail is remembered, and the window is left in the tail."""
         return self.reseal_every is not None or self.max_tail is not None or chunked_prefill.get()
@@ -215,7 +221,7 @@ class SealingPress(BasePress):
         with contextlib.ExitStack() as stack:
             _ACTIVE_BLOCKS.add(block)
             stack.callback(_ACTIVE_BLOCKS.discard, block)
-            if self.compression_ratio == 0.0:
+            if self.keeps_everything:
                 source = None  # exact; no scores are needed
             else:
                 source = self.source()
@@ -281,7 +287,7 @@ class SealingPress(BasePress):
         cache.stats = stats
         reasons = {
             "the model has no full-attention layer": not layers,
-            "compression_ratio is 0": self.compression_ratio == 0.0,
+            "compression_ratio is 0": self.keeps_everything,
             "the cache holds no tokens": cache.get_seq_length() == 0,  # it may have no layers yet
         }
         if any(reasons.values()):
@@ -351,7 +357,9 @@ class SealingPress(BasePress):
         self, model, cache, scores: Scores, tail: Tail, queries: Queries, generator: torch.Generator
     ) -> None:
         """Seal the first tokens of a sealed cache's tail, given their scores; what :meth:`reseal` ends with."""
-        prompt = self.segment(cache.layers[tail.layers[0]].context, tail)
+        context = cache.layers[tail.layers[0]].context
+        self.check_growth(context)
+        prompt = self.segment(context, tail)
         scores = self._check_scores(scores, cache, tail.layers, tail.n_new)
         queries = {i: query[:: prompt.beams] for i, query in queries.items()}
         self._seal_tokens(model, cache, tail.layers, scores, prompt, queries, generator)
@@ -360,14 +368,23 @@ class SealingPress(BasePress):
     def segment(context: SealedContext, tail: Tail) -> Prompt:
         """What is known about the first tokens of a sealed context's tail, which are to be its next segment."""
         hidden = ~tail.is_token[:: context.beams, : tail.n_new]
+        parts = context.is_token().split([segment.n_tokens for segment in context.segments], -1)
+        counts = [segment.counts for segment in context.segments]
+        n_certain = None
+        if counts[0] is not None:
+            n_certain = n_protected(sum(counts)).view(context.n_contexts, -1).amax(-1)
         return Prompt(
             tail.n_new,
             torch.zeros_like(context.n_padding),
             torch.zeros_like(hidden),
             context.beams,
-            first=context.is_token().sum(-1),
             hidden=hidden,
+            earlier=torch.stack([part.sum(-1) for part in parts], -1),
+            n_certain_before=n_certain,
         )
+
+    def check_growth(self, context: SealedContext) -> None:
+        """Raise ValueError if this press cannot go on with what another one has sealed."""
 
     def check_budget(self, layer, prompt: Prompt, model) -> None:
         """Raise BudgetTooSmall if the budget does not pay for the fixed parts of what is to be sealed."""

@@ -118,7 +118,7 @@ class Session:
         """Only the first forward pass with an empty cache is compressed: note what else comes in many at once."""
         tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         if not any(getattr(layer, "sealed", False) for layer in cache.layers):
-            if self.press.stats is None and self.press.compression_ratio > 0 and not self.has_warned:
+            if self.press.stats is None and not self.press.keeps_everything and not self.has_warned:
                 self.has_warned = True
                 warnings.warn(
                     f"past_key_values held {cache.get_seq_length()} tokens before the block: they are not compressed; "
