@@ -563,7 +563,7 @@ def seal_cache(cache, plans: dict[int, SealPlan], stats: FetchStats) -> None:
         ``DynamicCache`` or :class:`VerKVCache`; plain layers are swapped in place.
     plans : dict of int to SealPlan
         By layer. Plans are complete before the first layer is sealed; if sealing fails all the same, layers are brought
-        back to what they were. Only a first segment of layers without a host copy cannot be: the cache is reset then.
+        back to what they were. Only a first segment of layers without an exact host copy cannot be: the cache is reset.
     stats : FetchStats
         Gets the layers and bytes; also set as ``cache.stats``.
     """
@@ -607,7 +607,7 @@ def _undo_sealing(cache, sealed: list[int], before: dict[int, tuple[dict, dict]]
             tail, context = before[i]
             vars(cache.layers[i]).update(tail)
             vars(cache.layers[i].context).update(context)
-    elif all(cache.layers[i].context.host is not None for i in sealed):
+    elif all(c.host is not None and not c.host.is_coded for c in (cache.layers[i].context for i in sealed)):
         for i in sealed:
             cache.layers[i].unseal()
     else:

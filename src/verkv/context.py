@@ -60,6 +60,8 @@ class SealPlan:
         Of :func:`~verkv.estimators.thinning.surplus_levels`, where the sample may be thinned later.
     thinning : Thinning, optional
         Of a later segment: what becomes of the earlier ones' sample.
+    host : object, optional
+        A host tier that holds the tokens already, coded: rows on the device are then taken from it, too.
     """
 
     codes: Tensor
@@ -76,6 +78,17 @@ class SealPlan:
     is_token: Tensor | None = None
     surplus: Tensor | None = None
     thinning: Thinning | None = None
+    host: object = None
+
+    def host_tier(self, keys: Tensor, values: Tensor):
+        """The host's copy of the tokens that are sealed."""
+        return self.host if self.host is not None else HostTier.copy_from(keys, values)
+
+    def states(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (C, Hkv, T, d) as they will be read: restored ones, where the host's are coded."""
+        if self.host is None:
+            return keys, values
+        return self.host.keys.to(keys.device), self.host.values.to(values.device)
 
 
 class ToleranceViolation(RuntimeError):
@@ -101,10 +114,11 @@ class SealedContext:
         self.key_dim, self.value_dim = keys.shape[-1], values.shape[-1]
         self.n_padding = plan.n_padding.to(self.device)
 
+        keys, values = plan.states(keys, values)
         codes = plan.codes.to(self.device)
         surplus = None if plan.surplus is None else plan.surplus.to(self.device)
         self.rows = ResidentRows.gather(keys, values, codes, surplus)
-        self.host = HostTier.copy_from(keys, values) if plan.keep_host or plan.fetch or plan.audit else None
+        self.host = plan.host_tier(keys, values) if plan.keep_host or plan.fetch or plan.audit else None
         self.codes = codes.flatten(0, 1) if plan.fetch else None
         self.value_norms = None
         if plan.fetch and plan.fetch.target == "output":
@@ -163,7 +177,7 @@ class SealedContext:
             uncharged |= _sizes({"segment_rows": [segment.n_rows for segment in self.segments[1:]]}, seen)
         host = {}
         for _, part in host_parts(self.host) if self.host is not None else []:
-            _add(host, {"host_keys": part.keys.nbytes, "host_values": part.values.nbytes})
+            _add(host, {"host_keys": part.nbytes("k"), "host_values": part.nbytes("v")})
         for segment in self.segments:
             if segment.counts is not None:
                 _add(host, {"level_counts": segment.counts.nbytes})

@@ -31,6 +31,7 @@ def append(context, keys: Tensor, values: Tensor, plan) -> None:
     assert plan.codes.shape == keys.shape[:3], f"codes {tuple(plan.codes.shape)} for keys {tuple(keys.shape)}"
     assert (len(keys), plan.beams) == (context.n_contexts, context.beams), "another batch than was sealed"
     n_before, n_new = context.n_tokens, keys.shape[2]
+    keys, values = plan.states(keys, values)
     codes = plan.codes.to(context.device)
     surplus = None if plan.surplus is None else plan.surplus.to(context.device)
     before = _thinned(context, plan.thinning)
@@ -49,7 +50,7 @@ def append(context, keys: Tensor, values: Tensor, plan) -> None:
         grown["hidden"] = hidden_positions(seen, context.n_padding)
     part = None
     if context.host is not None:
-        part = HostTier.copy_from(keys, values)
+        part = plan.host_tier(keys, values)
         grown["host"] = HostParts.of(context.host, n_before).append(part, n_new)
     if context.codes is not None:
         grown["codes"] = torch.cat([before["codes"], codes.flatten(0, 1)], 1)

@@ -52,6 +52,7 @@ class HostTier:
 
     keys: Tensor
     values: Tensor
+    is_coded = False  # what is read are the very rows
 
     @classmethod
     def copy_from(cls, keys: Tensor, values: Tensor) -> "HostTier":
@@ -75,6 +76,10 @@ class HostTier:
     def row_bytes(self) -> int:
         """Bytes of one key and one value row."""
         return self.key_row_bytes + self.values.shape[-1] * self.values.element_size()
+
+    def nbytes(self, side: str) -> int:
+        """Host bytes of the keys ("k") or the values ("v")."""
+        return (self.keys if side == "k" else self.values).nbytes
 
     def select(self, indices: Tensor) -> "HostTier":
         """Reindex the batch (a copy, pinned where this is)."""
@@ -122,6 +127,11 @@ class HostParts:
     def read_values(self, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
         """Value rows (M, d) of M (unit, position) pairs, moved to the device."""
         return self._read("read_values", units, positions, device)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether a part holds its rows coded with loss."""
+        return any(part.is_coded for part in self.parts)
 
     @property
     def keys(self) -> Tensor:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from verkv.codecs.container import Container
     from verkv.codecs.context_file import is_prefix, load_context, open_context, save_context
     from verkv.codecs.errors import CodecError, CorruptFileError, FormatError, MismatchError, VersionError
-    from verkv.codecs.host_tier import CompressedHostTier, denominator_error
+    from verkv.codecs.host_tier import CompressedHostTier, HostCodec, denominator_error
     from verkv.codecs.kvtc import KVTC
     from verkv.codecs.measure import reconstruction_error, relative_errors, token_errors
     from verkv.codecs.transform import Stages
@@ -29,6 +29,7 @@ _HOMES = {
     "Container": "container",
     "CorruptFileError": "errors",
     "FormatError": "errors",
+    "HostCodec": "host_tier",
     "KVTC": "kvtc",
     "KvtcConfig": "config",
     "MismatchError": "errors",
@@ -56,6 +57,7 @@ __all__ = [
     "Container",
     "CorruptFileError",
     "FormatError",
+    "HostCodec",
     "KvtcConfig",
     "MismatchError",
     "Stages",

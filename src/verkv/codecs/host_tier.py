@@ -46,6 +46,8 @@ class CompressedHostTier:
     >>> tier.read_keys(units, positions, keys.device)  # doctest: +SKIP
     """
 
+    is_coded = True
+
     def __init__(
         self,
         codec: KVTC,
@@ -75,7 +77,7 @@ class CompressedHostTier:
         keys, values : Tensor, shape (C, Hkv, T, d)
             Keys with RoPE applied.
         n_padding : Tensor, shape (C,), int64, optional
-            Left padding of each context.
+            Left padding of each context; of a later segment minus the tokens before it, so that positions go on.
 
         Returns
         -------
@@ -200,6 +202,36 @@ class CompressedHostTier:
         positions = torch.arange(n_tokens).expand(shape).flatten()
         rows = self._read(side, units, positions, torch.device("cpu"))
         return rows.view(n_contexts, part.n_heads, n_tokens, part.dim)
+
+
+@dataclass(frozen=True)
+class HostCodec:
+    """A codec as a press' ``host_codec``: sealed layers keep their full copy on the host as coded rows.
+
+    Parameters
+    ----------
+    codec : KVTC
+        With one layer per group and ``layout="fetch"``.
+
+    Raises
+    ------
+    CodecError
+        If single layers' rows cannot be read alone from what the codec writes.
+
+    Examples
+    --------
+    >>> codec = KVTC(artefact, model, KvtcConfig(ratio=4, mode="static", layout="fetch"))  # doctest: +SKIP
+    >>> press = VerKVPress(KVzipPress(), 0.9375, host_codec=HostCodec(codec))  # doctest: +SKIP
+    """
+
+    codec: KVTC
+
+    def __post_init__(self):
+        check_host_codec(self.codec)
+
+    def encode(self, layer: int, keys: Tensor, values: Tensor, n_padding: Tensor) -> CompressedHostTier:
+        """Code a layer's full keys and values; see :meth:`CompressedHostTier.encode`."""
+        return CompressedHostTier.encode(self.codec, layer, keys, values, n_padding)
 
 
 def check_host_codec(codec: KVTC) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verkv.cache import unsealed_keys
 from verkv.checks import check_count
 from verkv.context import SealedContext, SealPlan
 from verkv.estimators.sampling import (
@@ -179,6 +178,10 @@ class PoissonCompPress(SealingPress):
         """What audited steps do about violations: options of SealPlan."""
         return {}
 
+    def _coded_host(self, layer_idx: int, keys: Tensor, values: Tensor, prompt: Prompt):
+        """A host tier of coded rows, where there is to be one."""
+        return None
+
     def _n_outliers(self, prompt: Prompt, sketch: Sketch, budget: Tensor) -> Tensor:
         """Tokens per KV head that are kept because their sketch is poor, (C,), of a budget (C,) of tokens; CPU."""
         raise NotImplementedError
@@ -231,22 +234,18 @@ class PoissonCompPress(SealingPress):
         if sketch is not None:
             n_outliers = self._n_outliers(prompt, sketch, budget * _share(prompt))
             budget = self._token_budget(prompt, geometry, model, prompt.n_protected.cpu() + n_outliers)
-        plans, expected, variance = {}, 0.0, 0.0
+        plans, coded, expected, variance = {}, [], 0.0, 0.0
         for layers in self._budget_groups(sorted(scores)):
             device = solving_device(scores[layers[0]].device)
             stacked = torch.stack([scores[i].to(device) for i in layers], dim=1)  # (C, L, H, T)
-            fitted = {}
+            fitted, hosts = {}, {}
             if sketch is not None:
-                fitted = {
-                    i: self._fit(
-                        self._of_layer(sketch, i),
-                        unsealed_keys(cache.layers[i])[:: prompt.beams, :, : prompt.n_tokens],
-                        prompt,
-                        queries.get(i),
-                        n_outliers,
-                    )
-                    for i in layers
-                }
+                for i in layers:
+                    keys, values = (t[:: prompt.beams, :, : prompt.n_tokens] for t in cache.layers[i].unsealed())
+                    hosts[i] = self._coded_host(i, keys, values, prompt)
+                    keys = keys if hosts[i] is None else hosts[i].keys.to(keys.device)
+                    fitted[i] = self._fit(self._of_layer(sketch, i), keys, prompt, queries.get(i), n_outliers)
+            coded += [host for host in hosts.values() if host is not None]
             outliers = [fitted[i].outliers.to(device) for i in layers if fitted.get(i) is not None]
             outliers = torch.stack(outliers, dim=1) if outliers else torch.zeros_like(stacked, dtype=torch.bool)
             thinning, of_group = self._room(cache, layers, budget.to(device), prompt, outliers, generator)
@@ -265,9 +264,10 @@ class PoissonCompPress(SealingPress):
                     is_token=prompt.is_token,
                     surplus=None if surplus is None else surplus[:, j],
                     thinning=thinning.get(i),
+                    host=hosts.get(i),
                     **self._violation_options(),
                 )
-        return plans, self._notes(expected, variance, sketch)
+        return plans, [*self._notes(expected, variance, sketch), *_host_notes(coded)]
 
     def _budget_groups(self, layers: list[int]) -> list[list[int]]:
         """Layers solved together: all that share a budget, otherwise one by one to save memory."""
@@ -330,6 +330,17 @@ class PoissonCompPress(SealingPress):
             f"the sample's size varies with the draw: {expected:.0f} rows expected over all heads, standard deviation "
             f"{variance**0.5:.0f}"
         ]
+
+
+def _host_notes(coded: list) -> list[str]:
+    """What a user must know of host tiers that hold their rows coded with loss."""
+    if not coded:
+        return []
+    key_error, value_error = (sum(c.tier_error[f"{n}_error"] for c in coded) / len(coded) for n in ("key", "value"))
+    return [
+        f"the host tier is coded: relative error of its keys {key_error:.3f}, of its values {value_error:.3f} (mean "
+        f"over layers); bounds, calibration and audit refer to the restored cache"
+    ]
 
 
 def _share(prompt: Prompt) -> Tensor:

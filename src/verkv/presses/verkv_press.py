@@ -115,6 +115,10 @@ class VerKVPress(PoissonCompPress):
         depends on the draw, which the theorem forbids and which costs adherence; False plans blind to the draw.
     record_bounds : bool
         Keep the bound of every decision in the statistics.
+    host_codec : verkv.codecs.HostCodec, optional
+        Keep the full cache on the host as coded rows, where host memory is short. Resident rows, sketch and what is
+        fetched are then of the *restored* keys and values: that is what certificate, calibration and audit refer to.
+        How far these are from the model's own no bound says; a note of the statistics has their relative error.
 
     References
     ----------
@@ -145,6 +149,7 @@ class VerKVPress(PoissonCompPress):
     on_violation: str | None = None
     paper: bool = False
     record_bounds: bool = False
+    host_codec: object = None
 
     def _check_options(self) -> None:
         super()._check_options()
@@ -166,10 +171,21 @@ class VerKVPress(PoissonCompPress):
             raise ValueError("on_violation needs audit=True: without an audit true errors are not known")
         if self.paper and (self.calibrate or self._target() != "denominator"):
             raise ValueError("target and calibrate must be left as they are with paper=True: the paper has neither")
+        if self.host_codec is not None and not hasattr(self.host_codec, "encode"):
+            raise ValueError(
+                f"host_codec must be a verkv.codecs.HostCodec, got {type(self.host_codec).__name__}: wrap a codec as "
+                f"HostCodec(codec)"
+            )
         sketch = self._option("sketch")
         is_sketch = hasattr(sketch, "build") and hasattr(sketch, "logits") and not isinstance(sketch, type)
         if not is_sketch and (not isinstance(sketch, str) or sketch not in SKETCHES):
             raise ValueError(f"sketch must be one of {list(SKETCHES)} or a Sketch, got {sketch!r}")
+
+    def _coded_host(self, layer_idx: int, keys: Tensor, values: Tensor, prompt: Prompt):
+        if self.host_codec is None:
+            return None
+        n_padding = prompt.n_padding if prompt.first is None else -prompt.first  # positions go on
+        return self.host_codec.encode(layer_idx, keys, values, n_padding)
 
     def _option(self, name: str):
         """An option's value, or the default that goes with ``paper``."""
