@@ -539,7 +539,12 @@ def counted_apart(cache, name: str, exact: bool) -> Iterator[None]:
 
 def unsealed_keys(layer) -> Tensor:
     """Keys (B, Hkv, t, d) of a layer's tokens that are not sealed; of a plain layer those of all."""
-    return layer.unsealed()[0] if isinstance(layer, VerKVLayer) else layer.keys
+    return unsealed_states(layer)[0]
+
+
+def unsealed_states(layer) -> tuple[Tensor, Tensor]:
+    """As :func:`unsealed_keys`, and the values."""
+    return layer.unsealed() if isinstance(layer, VerKVLayer) else (layer.keys, layer.values)
 
 
 def adopt_layers(cache) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from verkv.cache import unsealed_states
 from verkv.checks import check_count
 from verkv.context import SealedContext, SealPlan
 from verkv.estimators.sampling import (
@@ -241,7 +242,7 @@ class PoissonCompPress(SealingPress):
             fitted, hosts = {}, {}
             if sketch is not None:
                 for i in layers:
-                    keys, values = (t[:: prompt.beams, :, : prompt.n_tokens] for t in cache.layers[i].unsealed())
+                    keys, values = (t[:: prompt.beams, :, : prompt.n_tokens] for t in unsealed_states(cache.layers[i]))
                     hosts[i] = self._coded_host(i, keys, values, prompt)
                     keys = keys if hosts[i] is None else hosts[i].keys.to(keys.device)
                     fitted[i] = self._fit(self._of_layer(sketch, i), keys, prompt, queries.get(i), n_outliers)
