@@ -249,8 +249,8 @@ class SealedContext:
         record = self._new_record(query)
 
         index, is_row = self.rows.padded_index()
-        resident_k = self.rows.keys[index].float()[:, None]  # (N, 1, S, d)
-        resident_v = self.rows.values[index][:, None]
+        resident_k = self.rows.keys.index_select(0, index.flatten()).unflatten(0, index.shape).float()[:, None]
+        resident_v = self.rows.values.index_select(0, index.flatten()).unflatten(0, index.shape)[:, None]
         if self.fetch is None:
             log_weights = [self._log_inverse_probs(index, is_row)[:, None, None]] * len(chunks)
             fetched_k = fetched_v = absent = None

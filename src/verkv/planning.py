@@ -56,7 +56,10 @@ class KeyPool:
         return cls(n_tokens, none, none, like.new_zeros(0, like.shape[-1]))
 
     def add(self, units: Tensor, positions: Tensor, keys: Tensor) -> None:
-        """Add keys that are not in the pool yet."""
+        """Add keys that are not in the pool yet, in (unit, position) order."""
+        if not len(self.units):
+            self.units, self.positions, self.keys = units, positions, keys
+            return
         units, positions = torch.cat([self.units, units]), torch.cat([self.positions, positions])
         order = (units * self.n_tokens + positions).argsort()
         self.units, self.positions = units[order], positions[order]
@@ -142,9 +145,9 @@ class Planner:
         self.residual = levels > 0
         self.absent = codes == 0
         self.inclusion_probs = decode_inclusion_probs(levels)
+        self.row_units, self.row_positions = self.resident.nonzero(as_tuple=True)
         # Slots that are no row point at token 0 and are masked by is_row.
-        positions = self.resident.nonzero()[:, 1]
-        self.slot_positions = torch.zeros_like(is_row, dtype=torch.long).masked_scatter(is_row, positions)
+        self.slot_positions = torch.zeros_like(is_row, dtype=torch.long).masked_scatter_(is_row, self.row_positions)
 
     def output_context(self, norms: Tensor, centre: Tensor, resident_values: Tensor) -> OutputContext:
         """What bounding the output needs of the context, without the tail's part.
@@ -186,8 +189,8 @@ class Planner:
         candidates = self.residual & ~self.resident if self.fetch.paper else self.residual
         chosen = torch.zeros_like(candidates)
         if self.fetch.shortlist:
-            best = torch.stack([_hide(chunk.score(), chunk.hidden).amax(1) for chunk in chunks]).amax(0)
-            chosen = shortlist(best[:, None], candidates, self.fetch.shortlist)
+            best = [_hide(chunk.score(), chunk.hidden).amax(1) for chunk in chunks]
+            chosen = shortlist(torch.stack(best, 1), candidates, self.fetch.shortlist)
         self._read(chosen & ~self.resident)
         return chosen | (self.resident if self.fetch.paper else ~self.residual & ~self.absent)
 
@@ -201,7 +204,7 @@ class Planner:
     ) -> tuple[Tensor, list[Decision], list[Tensor]]:
         """Plan every chunk; the union of promoted tokens (N, T), and the decisions where they are wanted."""
         union = torch.zeros_like(self.residual)
-        slot_is_known = self.is_row.masked_scatter(self.is_row, known[self.resident])
+        slot_is_known = known.gather(1, self.slot_positions) & self.is_row
         keys, is_key = pad_rows(self.pool.keys, self.pool.units, len(known))
         decisions, fetching = [], []
         for chunk in chunks:
@@ -233,11 +236,10 @@ class Planner:
             mean, variance = mean[:, 0, :, None], variance[:, 0]
         planning = chunk.score() * self.scaling + mean
         planning.masked_fill_(self.absent[:, None], -torch.inf)
+        rows = chunk.rows * self.scaling
         by_token = planning.mT  # a view (N, T, R): known tokens are written row by row
-        exact = chunk.rows @ self.resident_keys.mT * self.scaling  # (N, R, S)
-        by_token[known & self.resident] = exact.mT[slot_is_known]
-        exact = chunk.rows @ keys.mT * self.scaling  # (N, R, S')
-        by_token[self.pool.units, self.pool.positions] = exact.mT[is_key]
+        by_token[known & self.resident] = (rows @ self.resident_keys.mT).mT[slot_is_known]
+        by_token[self.pool.units, self.pool.positions] = (rows @ keys.mT).mT[is_key]
         return _hide(planning, chunk.hidden), variance
 
     def _needs_everything(self, promoted: Tensor, decisions: list[Decision]) -> Tensor:

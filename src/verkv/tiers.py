@@ -278,9 +278,8 @@ def pad_rows(rows: Tensor, units: Tensor, n_units: int) -> tuple[Tensor, Tensor]
     counts = torch.bincount(units, minlength=n_units)
     slots = torch.arange(len(units), device=units.device) - (counts.cumsum(0) - counts)[units]
     width = max(1, int(counts.max()) if len(units) else 0)
-    padded = rows.new_zeros(n_units, width, rows.shape[-1])
-    padded[units, slots] = rows
-    return padded, torch.arange(width, device=units.device) < counts[:, None]
+    padded = rows.new_zeros(n_units * width, rows.shape[-1]).index_copy_(0, units * width + slots, rows)
+    return padded.unflatten(0, (n_units, width)), torch.arange(width, device=units.device) < counts[:, None]
 
 
 class _LockedPages(mmap.mmap):
@@ -348,5 +347,5 @@ def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _read_rows(tier: Tensor, units: Tensor, positions: Tensor, device: torch.device) -> Tensor:
-    rows = tier.flatten(0, 1)[units.to("cpu"), positions.to("cpu")]
-    return rows.to(device)
+    places = (units * tier.shape[2] + positions).to("cpu")
+    return tier.flatten(0, 2).index_select(0, places).to(device)

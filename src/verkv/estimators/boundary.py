@@ -16,15 +16,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Widths of the groups of bits, leading ones first; the sign is always 0. The first group is the exponent and one bit of
-# the mantissa: half octaves.
-_DIGIT_WIDTHS = {torch.float32: (9, 11, 11), torch.float64: (12, 13, 13, 13, 12)}
+# Widths of the groups of bits, leading ones first; the sign is always 0. The first group is the exponent and, in
+# float32, three bits of the mantissa: of eighths of an octave, mostly few enough tokens are in one bin to be sorted.
+_DIGIT_WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (12, 13, 13, 13, 12)}
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 # Below float64, sums over tokens are taken in chunks of this many, then over the chunks, and running sums in blocks
 # from this length on: the rounding of a plain running sum would grow with the number of tokens.
-_CHUNK = 2048
-_BLOCKED = 512
+_CHUNK = 4096
+_BLOCKED = 2048
 
 # Where sizes may depend on the data, so many tokens per row are sorted rather than put into bins.
 _FEW = 2048
@@ -78,17 +78,23 @@ class Selection:
 
     def __init__(self, mask: Tensor):
         self.mask = mask
-        self._index = None
-        if sizes_may_vary(mask.device):
-            self._index = torch.unravel_index(true_positions(mask), mask.shape)
+        self._positions = true_positions(mask) if sizes_may_vary(mask.device) else None  # in the flattened mask
 
     def of(self, tensor: Tensor) -> Tensor:
         """The tokens' values, of a tensor that broadcasts to (..., T); all values where nothing may be gathered."""
-        return tensor if self._index is None else tensor.expand(self.mask.shape)[self._index]
+        if self._positions is None:
+            return tensor
+        if tensor.shape[-1] == 1:
+            rows = self._positions.div(self.mask.shape[-1], rounding_mode="floor")
+            return tensor.expand(*self.mask.shape[:-1], 1).reshape(-1).index_select(0, rows)
+        return tensor.expand(self.mask.shape).reshape(-1).index_select(0, self._positions)
 
     def replace(self, tensor: Tensor, values: Tensor) -> Tensor:
-        """A tensor (..., T) with the tokens' values replaced; it may be changed in place."""
-        return torch.where(self.mask, values, tensor) if self._index is None else tensor.index_put_(self._index, values)
+        """A tensor (..., T) with the tokens' values replaced; it may be changed in place, and must be contiguous."""
+        if self._positions is None:
+            return torch.where(self.mask, values, tensor)
+        tensor.view(-1).index_copy_(0, self._positions, values)
+        return tensor
 
 
 def sizes_may_vary(device: torch.device) -> bool:

@@ -105,7 +105,7 @@ def linear_plan(
     Notes
     -----
     In float64, k* is that of the sorting reference, and so is the promoted set up to tokens with equal drops. Below
-    float64 the tolerance is tightened by the worst rounding of the sums (1e-4 to 3e-4 of it) and by what may underflow
+    float64 the tolerance is tightened by the worst rounding of the sums (1e-4 to 4e-4 of it) and by what may underflow
     (about 1e-12): more tokens may be promoted, never so few that the bound, evaluated exactly at the float32 weights,
     probabilities, shrinkage and denominator, is epsilon or more. Where that bound is not a number or infinite, the
     whole residual set is promoted. Denormal denominators count as such.
@@ -126,9 +126,9 @@ def linear_plan(
     check_delta(delta)
     check_upper_share(upper_share)
     weights, r, denominator = (at_least_float32(tensor) for tensor in (weights, inclusion_probs, denominator))
-    shape = torch.broadcast_shapes(weights.shape, r.shape, residual.shape)
+    shape = weights.shape
     epsilon = torch.as_tensor(epsilon, dtype=weights.dtype, device=weights.device)
-    inputs = [weights.expand(shape), _lift(r, shape), _lift(residual, shape)]
+    inputs = [weights, _lift(r, shape), _lift(residual, shape)]
     inputs += [denominator.expand(shape[:-1]), epsilon.expand(shape[:-1])]
     inputs.append(shrinkage if shrinkage is None else at_least_float32(shrinkage).expand(shape))
     outputs = LinearPlan(
@@ -138,7 +138,7 @@ def linear_plan(
         weights.new_zeros(shape[:-1]),
         weights.new_zeros(shape[:-1]),
     )
-    if weights.expand(shape).numel():
+    if weights.numel():
         _plan_blocks(inputs, outputs, _Bound(delta, upper_share))
     return outputs
 
@@ -184,7 +184,8 @@ def _plan_block(
     bound: "_Bound",
 ) -> None:
     weights, denominator = _normalised(weights, denominator[..., None])
-    r = torch.where(residual, r, 1.0)  # then 1 - r, and all but the deviation, is 0 outside the residual set
+    certain = ~residual
+    r = r.masked_fill(certain, 1.0)  # then 1 - r, and all but the deviation, is 0 outside the residual set
     gain = weights * (1.0 - r)  # a
     spread = gain / r  # u
     if shrinkage is None:
@@ -194,14 +195,14 @@ def _plan_block(
         shrunk = Selection((shrinkage < 1.0) & residual)
     if shrinkage is not outputs.shrinkage:
         outputs.shrinkage.copy_(shrinkage)
-    terms, own = _certificate_terms(weights, r, residual, spread, shrunk, shrinkage)
+    terms, own = _certificate_terms(weights, r, certain, spread, shrunk, shrinkage)
     key, bias, variance, largest = _order(terms, own, shrunk, bound.log_term)
     addends = [terms.bias, terms.variance, terms.deviation]
     before = [bias, variance, largest]
     if bound.upper_share is not None:
         # What is not shrunk lifts the estimate by u at most, and lowers it by w.
         sides = [shrunk.replace(side.clone(), shrunk.of(side) * shrunk.of(shrinkage)) for side in (spread, weights)]
-        addends[2:] = [side.masked_fill_(~residual, 0.0) for side in sides]
+        addends[2:] = [side.masked_fill_(certain, 0.0) for side in sides]
         before[2:] = [side.amax(-1, keepdim=True) for side in addends[2:]]
     error = bound.of(before, denominator)
 
@@ -242,10 +243,10 @@ def _normalised(weights: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _certificate_terms(
-    weights: Tensor, r: Tensor, residual: Tensor, spread: Tensor, shrunk: Selection, shrinkage: Tensor
+    weights: Tensor, r: Tensor, certain: Tensor, spread: Tensor, shrunk: Selection, shrinkage: Tensor
 ) -> tuple[CertificateTerms, CertificateTerms]:
     """As `certificate.certificate_terms`, first for lambda = 1; all terms, and those of the shrunk tokens again."""
-    factor = torch.where(residual, torch.maximum(r, 1.0 - r), 0.0) / r
+    factor = (torch.maximum(r, 1.0 - r) / r).masked_fill_(certain, 0.0)
     terms = CertificateTerms(torch.zeros_like(weights), weights * spread, weights * factor)
     own_shrinkage = shrunk.of(shrinkage)
     own = CertificateTerms(
@@ -394,4 +395,6 @@ class _FetchRule:
         ]
         enough = self.bound_of(left) < self.tolerance  # a NaN is not
         count = enough.sum(-1, keepdim=True)
-        return enough, count, [torch.cat(pair, dim=-1).gather(-1, count) for pair in zip(state, left, strict=True)]
+        at, is_any = (count - 1).clamp_min_(0), count > 0
+        kept = [torch.where(is_any, after.gather(-1, at), before) for before, after in zip(state, left, strict=True)]
+        return enough, count, kept

@@ -1,5 +1,7 @@
 """Which tokens are kept: inclusion probabilities (Eq. 3), their one-byte grid, and the Poisson sample (Algorithm 1)."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -241,9 +243,7 @@ def decode_inclusion_probs(levels: Tensor, dtype: torch.dtype = torch.float32) -
     >>> decode_inclusion_probs(torch.tensor([0, 8, 16], dtype=torch.uint8))
     tensor([1.0000, 0.5000, 0.2500])
     """
-    # A table, made on the CPU: the same number for the same level on every device, also where float64 is missing.
-    table = _grid(torch.arange(MAX_LEVEL + 1, dtype=torch.float64, device="cpu")).to(dtype)
-    return table.to(levels.device)[levels.long()]
+    return _grid_table(levels.device, dtype).index_select(0, levels.reshape(-1).int()).view(levels.shape)
 
 
 def poisson_sample(inclusion_probs: Tensor, generator: torch.Generator) -> Tensor:
@@ -270,6 +270,12 @@ def poisson_sample(inclusion_probs: Tensor, generator: torch.Generator) -> Tenso
         inclusion_probs.shape, generator=generator, device=generator.device, dtype=torch.float64
     )  # in [0, 1): float64, so that r near 1e-5 is not coarsened by a 24-bit uniform
     return uniform.to(inclusion_probs.device) < inclusion_probs
+
+
+@functools.lru_cache(maxsize=16)
+def _grid_table(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Of all levels, made on the CPU: the same number for the same level on every device, also without float64."""
+    return _grid(torch.arange(MAX_LEVEL + 1, dtype=torch.float64, device="cpu")).to(device, dtype)
 
 
 def _grid(levels: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The paper's deployable sketch: the strongest RoPE channel pairs at two bits (Appendix A.1)."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -78,9 +79,19 @@ class RopePairSketch:
         return built
 
     def logits(self, query: Tensor) -> Tensor:
-        """Score the decoded channels; (B, Hkv, R, d) -> (B, Hkv, R, T) in float32."""
+        """Score the decoded channels; (B, Hkv, R, d) -> (B, Hkv, R, T) in float32.
+
+        A group's tokens share zero and scale, so these are applied to the query: no key is decoded.
+        """
         index = self._channels[:, :, None, :].long().expand(-1, -1, query.shape[2], -1)
-        return query.float().gather(-1, index) @ self._decode_kept().mT
+        query = query.float().gather(-1, index)
+        n_tokens, n_channels = self._codes.shape[2], query.shape[-1]
+        packed = torch.nn.functional.pad(self._codes, (0, 0, 0, -n_tokens % self.group_size))
+        codes = _unpack(packed, n_channels).float().unflatten(2, (-1, self.group_size))
+        scaled_query = query[:, :, None] * self._scale[:, :, :, None].float()  # (B, Hkv, n_groups, R, n_channels)
+        of_zero = query @ self._zero.float().mT  # (B, Hkv, R, n_groups)
+        logits = (scaled_query @ codes.mT).transpose(2, 3) + of_zero[..., None]
+        return logits.flatten(3)[..., :n_tokens]
 
     def decode(self) -> Tensor:
         """The keys of all tokens, (B, Hkv, T, d), float32, with 0 in the channels that are not kept."""
@@ -185,5 +196,14 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, n_channels: int) -> Tensor:
-    shifts = torch.arange(0, 8, BITS, dtype=torch.uint8, device=packed.device)
-    return ((packed[..., None] >> shifts) & MAX_CODE).flatten(-2)[..., :n_channels]
+    """The inverse: every byte is looked up as a word of four bytes, one for each code."""
+    words = _code_words(packed.device).index_select(0, packed.reshape(-1).int()).view(packed.shape)
+    return words.view(torch.uint8)[..., :n_channels]
+
+
+@functools.lru_cache(maxsize=16)
+def _code_words(device: torch.device) -> Tensor:
+    """For each byte, the word whose byte k (in memory) is its code k; (256,) int32, little-endian."""
+    places = BITS * torch.arange(CODES_PER_BYTE, device=device)
+    codes = (torch.arange(2**8, device=device)[:, None] >> places) & MAX_CODE
+    return (codes << (8 * torch.arange(CODES_PER_BYTE, device=device))).sum(1).int()
