@@ -121,7 +121,7 @@ def picture(lines: list[dict]):
     """Bytes on the device against the budget, and the time of a token, by turn."""
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     turns, mb = [line["turn"] for line in lines], 2.0**20
     column = lambda name: torch.tensor([line[name] for line in lines]) / mb  # noqa: E731
     expected, spread = column("expected"), 3 * column("standard_deviation")
@@ -131,8 +131,10 @@ def picture(lines: list[dict]):
     whole = column("realised") + torch.tensor([sum(line["uncharged"].values()) for line in lines]) / mb
     left.plot(turns, whole, "--", color="#0072B2", label="with tail, decoding matrices, moments")
     left.plot(turns, column("full"), ":", color="#666666", label="uncompressed")
-    left.set(xlabel="turn", ylabel="sealed context on the device (MiB)", yscale="log")
-    left.legend()
+    left.set(xlabel="turn", ylabel="on the device (MiB)", yscale="log", xticks=[1, 5, 10, 15, 20])
+    left.set_yticks([20, 50, 100, 200], ["20", "50", "100", "200"])
+    left.set_yticks([], minor=True)
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
     timed = [line for line in lines if "step_ratio" in line]
     kinds = (("step", "VerKV", "#D55E00"), ("dense", "dense", "#666666"), ("scan", "sketch scan alone", "#0072B2"))
     for kind, label, colour in kinds:
@@ -142,7 +144,7 @@ def picture(lines: list[dict]):
         low, high = ([ratio[name] for ratio in ratios] for name in ("low", "high"))
         right.fill_between([line["n_tokens"] for line in timed], low, high, color=colour, alpha=0.2)
     right.set(xlabel="tokens in the context", ylabel="time of a token (VerKV's after turn 1 = 1)", ylim=(0, None))
-    right.legend()
+    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small", ncols=3)
     return figure
 
 
