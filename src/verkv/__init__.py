@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from verkv.cache import VerKVCache, make_cache, reseal
     from verkv.chunked import prefill
+    from verkv.conversation import Conversation
     from verkv.presses import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress, record_queries
     from verkv.sketches import ExactSketch, RopePairSketch
     from verkv.stats import FetchStats, MemoryReport, memory_report
@@ -26,6 +27,7 @@ _HOMES = {
     "make_cache": "verkv.cache",
     "reseal": "verkv.cache",
     "prefill": "verkv.chunked",
+    "Conversation": "verkv.conversation",
     "FetchStats": "verkv.stats",
     "MemoryReport": "verkv.stats",
     "memory_report": "verkv.stats",
