@@ -396,3 +396,17 @@ class TestBoundary:
     def test_running_sum(self, n_values):
         values = torch.randint(0, 9, (2, n_values)).float()
         assert torch.equal(running_sum(values), values.cumsum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rule_that_keeps_all_finds_an_empty_boundary_bin(dtype):
+    """With more tokens than are sorted at once; a bound that holds for all of them leaves nothing to line up."""
+    from verkv.estimators.linear_plan import _Bound, _FetchRule
+
+    key = torch.rand(3, 3000, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    values = [torch.zeros_like(key), key, key]
+    denominator, tolerance = torch.ones(3, 1, dtype=dtype), torch.full((3, 1), 1e9, dtype=dtype)
+    promoted, kept = tokens_above(key, values, _FetchRule(denominator, tolerance, _Bound(0.1, None)))
+    assert not promoted.any()
+    torch.testing.assert_close(kept[1], key.sum(-1, keepdim=True), rtol=1e-4, atol=0.0)
+    assert torch.equal(kept[2], key.amax(-1, keepdim=True))

@@ -395,6 +395,6 @@ class _FetchRule:
         ]
         enough = self.bound_of(left) < self.tolerance  # a NaN is not
         count = enough.sum(-1, keepdim=True)
-        at, is_any = (count - 1).clamp_min_(0), count > 0
-        kept = [torch.where(is_any, after.gather(-1, at), before) for before, after in zip(state, left, strict=True)]
+        # Where all is kept the boundary bin may be empty, in all rows, so that nothing could be gathered from it alone.
+        kept = [torch.cat(pair, dim=-1).gather(-1, count) for pair in zip(state, left, strict=True)]
         return enough, count, kept
