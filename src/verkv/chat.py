@@ -1,4 +1,4 @@
-"""What a chat template puts around messages, and answers that come piece by piece."""
+"""What a conversation consists of: turns, what a chat template puts around them, answers that come piece by piece."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +8,27 @@ from transformers import TextIteratorStreamer
 
 _MARKS = ("#" * 13 + "1", "#" * 13 + "2", "#" * 13 + "3")  # messages that no template contains
 BETWEEN_TEXTS = "\n\n"  # of one message
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A text that was read, or a question and its answer.
+
+    Attributes
+    ----------
+    text : str
+        What was read or asked.
+    answer : str or None
+        None where nothing was asked.
+    start, answer_start, end : int
+        Places among the conversation's tokens: of the turn's first, of the answer's first, and behind its last.
+    """
+
+    text: str
+    answer: str | None
+    start: int
+    answer_start: int
+    end: int
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 
 from verkv.branching import Moment, branch, held_tensors, recall, remember
 from verkv.cache import layer_kinds, make_cache
-from verkv.chat import BETWEEN_TEXTS, chat_pieces, streamed
+from verkv.chat import BETWEEN_TEXTS, Turn, chat_pieces, streamed
 from verkv.checks import check_count
 from verkv.reading import active, forward, seal_tail, seals_by_itself
 from verkv.stats import FetchStats, MemoryReport, memory_report
@@ -22,27 +21,6 @@ from verkv.stats import FetchStats, MemoryReport, memory_report
 MAX_NEW_TOKENS = 256
 _OWN_OPTIONS = ("inputs", "input_ids", "attention_mask", "past_key_values", "use_cache", "cache_implementation")
 _OWN_OPTIONS += ("return_dict_in_generate", "max_length")
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A text that was read, or a question and its answer.
-
-    Attributes
-    ----------
-    text : str
-        What was read or asked.
-    answer : str or None
-        None where nothing was asked.
-    start, answer_start, end : int
-        Places among the conversation's tokens: of the turn's first, of the answer's first, and behind its last.
-    """
-
-    text: str
-    answer: str | None
-    start: int
-    answer_start: int
-    end: int
 
 
 class Conversation:

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from verkv.cache import VerKVLayer, unsealed_keys
+from verkv.chat import Turn
 from verkv.codecs.container import Container, write_container
 from verkv.codecs.context_file import load_context, save_context
 from verkv.codecs.errors import CodecError, CorruptFileError, FormatError, MismatchError
 from verkv.codecs.tensor_store import TensorReader, TensorWriter
-from verkv.conversation import Conversation, Turn
 from verkv.segments import oracle
 from verkv.tail import TailRecord
 from verkv.tiers import HostParts, HostTier
@@ -22,7 +22,7 @@ FILE_NAME = "conversation.vkvc"
 _RECORD_TENSORS = ("scores", "hidden", "queries", "ids")
 
 
-def save_conversation(path, talk: Conversation, codec=None) -> None:
+def save_conversation(path, talk, codec=None) -> None:
     """Write a conversation to a folder, in one step: a crash leaves the one that was there before.
 
     Earlier turns cannot be rolled back to after loading: only the present state is kept.
@@ -69,7 +69,7 @@ def save_conversation(path, talk: Conversation, codec=None) -> None:
                 other.unlink()
 
 
-def load_conversation(kind, path, model, tokenizer, press, calibration, options: dict) -> Conversation:
+def load_conversation(kind, path, model, tokenizer, press, calibration, options: dict):
     """The conversation that :func:`save_conversation` wrote, at the end of its last turn.
 
     Parameters
@@ -124,13 +124,13 @@ def load_conversation(kind, path, model, tokenizer, press, calibration, options:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _settings(talk: Conversation) -> dict:
+def _settings(talk) -> dict:
     """Arguments of the conversation, as far as they are plain values."""
     plain = {name: v for name, v in talk.options.items() if isinstance(v, (bool, int, float, str, type(None)))}
     return {name: getattr(talk, name) for name in ("system", "chunk_size", "reseal", "keep_turns")} | plain
 
 
-def _encoded_pieces(talk: Conversation) -> list[list[int]]:
+def _encoded_pieces(talk) -> list[list[int]]:
     """The template's pieces as tokens: what another tokenizer or template would change."""
     return [talk.tokenizer.encode(piece, add_special_tokens=False) for piece in vars(talk._pieces).values()]
 
@@ -158,7 +158,7 @@ def _put_resealer(writer: TensorWriter, cache) -> dict | None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _restore(talk: Conversation, header: dict, reader: TensorReader) -> None:
+def _restore(talk, header: dict, reader: TensorReader) -> None:
     """What sealing the tail needs."""
     for name, queries_end in header["records"].items():
         layer = talk.cache.layers[int(name)]
