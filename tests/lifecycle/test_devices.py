@@ -346,7 +346,11 @@ def test_a_device_without_float64_gives_what_the_cpu_gives(tiny_model, request, 
     for ours, theirs in zip(logits, expected, strict=True):
         assert ours.device == device
         assert_close(ours.cpu(), theirs, atol=1e-5, rtol=0.0)
-    assert press.stats.summary() == before
+    now = press.stats.summary()
+    for name in [name for name in now if name.endswith("promoted")]:
+        # Sums in float32 have another order there, so that a token at the very boundary may be promoted for certainty.
+        assert now.pop(name) == pytest.approx(before.pop(name), rel=1e-3)
+    assert now == before
     records = dict(tensors_of(dataclasses.asdict(press.stats)))
     assert {t.device.type for t in records.values()} == {"cpu"}
 
