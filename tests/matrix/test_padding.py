@@ -70,9 +70,9 @@ def test_padding_is_neither_sampled_nor_fetched(tiny_model, monkeypatch, kind, n
     n_padding = (mask == 0).sum(-1).repeat_interleave(2)
     gather = ResidentRows.gather.__func__
 
-    def recording_gather(cls, keys, values, codes):
+    def recording_gather(cls, keys, values, codes, *surplus):
         sampled.append((codes.flatten(0, 1) & 0x80).nonzero())
-        return gather(cls, keys, values, codes)
+        return gather(cls, keys, values, codes, *surplus)
 
     def record(name):
         original = getattr(HostTier, name)
