@@ -153,6 +153,12 @@ class SealedContext:
         return seen
 
     @property
+    def level_counts(self) -> Tensor | None:
+        """Tokens of all segments by their probabilities, (N, 256), where the sample may be thinned."""
+        counts = [segment.counts for segment in self.segments]
+        return None if counts[0] is None else sum(counts)
+
+    @property
     def n_units(self) -> int:
         """KV heads of all contexts."""
         return self.n_contexts * self.n_kv_heads

@@ -4,6 +4,7 @@ A context grows by segments. Nothing that was kept of the earlier ones is change
 """
 
 import contextlib
+import dataclasses
 import mmap
 import warnings
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ class Segment:
     n_tokens: int
     n_rows: Tensor | None = None
     counts: Tensor | None = None
+
+    def with_counts_on_cpu(self) -> "Segment":
+        """Where the counts belong; a file's tensors all come to the device."""
+        return self if self.counts is None else dataclasses.replace(self, counts=self.counts.cpu())
 
     def select(self, units: Tensor) -> "Segment":
         """Reindex the units (a copy)."""

@@ -319,6 +319,7 @@ def _seal(cache, sealing: dict, reader: TensorReader, device: torch.device, is_c
         layer, stored = cache.layers[index], sealing["layers"][str(index)]
         context = load_state(stored["context"], reader, device)
         context.stats = stats
+        context.segments = tuple(segment.with_counts_on_cpu() for segment in context.segments)
         context.host = HostTier.copy_from(layer.keys, layer.values) if context.host else None
         if context.codes is not None:
             codes = context.codes.unflatten(0, (context.n_contexts, context.n_kv_heads))

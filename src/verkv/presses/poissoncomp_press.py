@@ -121,7 +121,7 @@ class PoissonCompPress(SealingPress):
     @property
     def keeps_everything(self) -> bool:
         """Whether nothing is to be removed, and so nothing scored."""
-        return self.compression_ratio == 0.0 and self._size() is None
+        return super().keeps_everything and self._size() is None
 
     def check_growth(self, context: SealedContext) -> None:
         """Raise ValueError if the context was sealed under the other kind of budget."""
@@ -286,7 +286,7 @@ class PoissonCompPress(SealingPress):
             return {}, total
         summed = lambda t: t.sum(shared) if shared else t  # noqa: E731
         contexts = [cache.layers[i].context for i in layers]
-        counts = [sum(s.counts for s in c.segments).view(c.n_contexts, c.n_kv_heads, -1) for c in contexts]
+        counts = [c.level_counts.view(c.n_contexts, c.n_kv_heads, -1) for c in contexts]
         n_new = prompt.lengths.cpu()[:, None, None].expand(shape)
         steps, of_group = make_room(
             summed(torch.stack(counts, 1)), total.cpu(), summed(n_new), summed(outliers.sum(-1).cpu())

@@ -357,9 +357,7 @@ class SealingPress(BasePress):
         self, model, cache, scores: Scores, tail: Tail, queries: Queries, generator: torch.Generator
     ) -> None:
         """Seal the first tokens of a sealed cache's tail, given their scores; what :meth:`reseal` ends with."""
-        context = cache.layers[tail.layers[0]].context
-        self.check_growth(context)
-        prompt = self.segment(context, tail)
+        prompt = self.segment(cache.layers[tail.layers[0]].context, tail)
         scores = self._check_scores(scores, cache, tail.layers, tail.n_new)
         queries = {i: query[:: prompt.beams] for i, query in queries.items()}
         self._seal_tokens(model, cache, tail.layers, scores, prompt, queries, generator)
@@ -369,10 +367,9 @@ class SealingPress(BasePress):
         """What is known about the first tokens of a sealed context's tail, which are to be its next segment."""
         hidden = ~tail.is_token[:: context.beams, : tail.n_new]
         parts = context.is_token().split([segment.n_tokens for segment in context.segments], -1)
-        counts = [segment.counts for segment in context.segments]
-        n_certain = None
-        if counts[0] is not None:
-            n_certain = n_protected(sum(counts)).view(context.n_contexts, -1).amax(-1)
+        counts, n_certain = context.level_counts, None
+        if counts is not None:
+            n_certain = n_protected(counts).view(context.n_contexts, -1).amax(-1)
         return Prompt(
             tail.n_new,
             torch.zeros_like(context.n_padding),

@@ -197,14 +197,14 @@ def budget_report(size: SizeBudget, contexts: list) -> BudgetReport:
     contexts : list of SealedContext
         Of all sealed layers, sealed under a budget by size.
     """
-    counts = sum(segment.counts.sum(0) for context in contexts for segment in context.segments)
+    counts = sum(context.level_counts.sum(0) for context in contexts)
     n_rows = sum(len(context.rows.codes) for context in contexts)
-    expected, deviation = float(expected_rows(counts)), float(variance_of_rows(counts)) ** 0.5
+    n_expected, deviation = float(expected_rows(counts)), float(variance_of_rows(counts)) ** 0.5
     if size.tokens is not None:
         n_units = sum(context.n_units for context in contexts)
-        return BudgetReport("tokens", size.tokens, expected / n_units, deviation / n_units, n_rows / n_units)
+        return BudgetReport("tokens", size.tokens, n_expected / n_units, deviation / n_units, n_rows / n_units)
     charged = sum(sum(context.memory()["device"].values()) for context in contexts)
     first = contexts[0]
     row_bytes = (first.key_dim + first.value_dim) * first.dtype.itemsize + CODE_BYTES
-    realised = charged + (expected - n_rows) * row_bytes
-    return BudgetReport("bytes", size.n_bytes * first.n_contexts, realised, deviation * row_bytes, charged)
+    expected = charged + (n_expected - n_rows) * row_bytes
+    return BudgetReport("bytes", size.n_bytes * first.n_contexts, expected, deviation * row_bytes, charged)
