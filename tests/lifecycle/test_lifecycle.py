@@ -4,6 +4,7 @@ import contextlib
 import copy
 import pickle
 import threading
+import time
 import warnings
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from verkv import PoissonCompPress, VerKVPress, make_cache
+from verkv.presses.hooks import register_hook
 
 N_CONTEXT = 100
 EXACT = {"epsilon": 1e-9, "seed": 0, **SHORT}  # everything that was not drawn is fetched
@@ -246,6 +248,49 @@ def test_threads_generate_at_once_on_one_model(model, kind):
         [thread.join() for thread in threads]
         assert [found[i] for i in range(len(prompts))] == expected
         assert everything_on(model) == before
+
+
+@torch.no_grad()
+def test_a_hook_that_torch_has_half_registered(model, ids):
+    """Between the two steps in which torch adds a hook, another thread's forward pass calls it without kwargs."""
+    errors = []
+
+    def other():
+        try:
+            dense_logits(model, ids)
+        except BaseException as error:
+            errors.append(error)
+
+    with sampling_press(ExpectedAttentionPress())(model):
+        marks = [
+            marks
+            for module in model.modules()
+            for marks in (module._forward_hooks_with_kwargs, module._forward_pre_hooks_with_kwargs)
+        ]
+        taken = [dict(m) for m in marks]
+        assert sum(map(len, taken)) > len(full_layers(make_cache(model.config)))
+        [m.clear() for m in marks]
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        [m.update(t) for m, t in zip(marks, taken, strict=True)]
+    assert errors == []
+
+
+def test_hooks_of_threads_that_register_at_once_get_numbers_of_their_own():
+    """torch reads and raises one counter in two steps; a thread that is interrupted there would lose its hook."""
+
+    hooks = {}
+
+    def register(hook, *, with_kwargs):
+        number = len(hooks)
+        time.sleep(0.001)  # the other threads' turn
+        hooks[number] = hook
+
+    threads = [threading.Thread(target=register_hook, args=(register, print)) for _ in range(5)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(hooks) == 5
 
 
 @torch.no_grad()

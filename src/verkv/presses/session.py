@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from verkv.cache import check_cache, empty_cache, unsealed_keys
+from verkv.presses.hooks import register_hook
 from verkv.presses.prompt import shared_prompts
 from verkv.presses.queries import QueryRecorder
 from verkv.presses.resealing import chunked_prefill, sealing_tail, update_record
@@ -44,9 +45,9 @@ class Session:
 
     def register(self, backbone: nn.Module):
         """Register the hooks; yields their handles."""
-        yield self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
-        yield backbone.register_forward_pre_hook(self.before_forward, with_kwargs=True)
-        yield backbone.register_forward_hook(self.after_forward, with_kwargs=True)
+        yield register_hook(self.model.register_forward_pre_hook, self.before_model)
+        yield register_hook(backbone.register_forward_pre_hook, self.before_forward)
+        yield register_hook(backbone.register_forward_hook, self.after_forward)
         if self.source is None or self.source.on_attention is None:
             return
         decoder = getattr(backbone, "language_model", backbone)
@@ -60,7 +61,7 @@ class Session:
             )
         for block in blocks:
             self.lend_rotary_embedding(block.self_attn, decoder)
-            yield block.self_attn.register_forward_hook(self.after_attention, with_kwargs=True)
+            yield register_hook(block.self_attn.register_forward_hook, self.after_attention)
 
     def lend_rotary_embedding(self, attention: nn.Module, decoder: nn.Module) -> None:
         """Some KVPress scorers look for it on the attention module."""
