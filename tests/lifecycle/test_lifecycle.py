@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+import sys
 import threading
 import time
 import warnings
@@ -212,8 +213,17 @@ MAKE_PRESS = {
 }
 
 
+@pytest.fixture
+def eager_threads():
+    """Threads take turns so often that they meet where they seldom do."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
 @pytest.mark.parametrize("kind", MAKE_PRESS)
-def test_threads_generate_at_once_on_one_model(model, kind):
+def test_threads_generate_at_once_on_one_model(model, kind, eager_threads):
     """Each with its own press and cache; hooks are the model's, so each must tell its own forward passes."""
     prompts = [random_ids(1, 60 + 20 * i, seed=i) for i in range(3)]
 
@@ -291,6 +301,13 @@ def test_hooks_of_threads_that_register_at_once_get_numbers_of_their_own():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert len(hooks) == 5
+
+
+def test_the_modules_of_the_model_stay_the_same(model):
+    """Another thread may be walking through them."""
+    before = list(model.named_modules())
+    with sampling_press(ExpectedAttentionPress())(model):
+        assert list(model.named_modules()) == before
 
 
 @torch.no_grad()

@@ -67,7 +67,8 @@ class Session:
         """Some KVPress scorers look for it on the attention module."""
         with _LENDING:
             if _LENT_ROTARY[id(attention)] or not hasattr(attention, "rotary_emb"):
-                attention.rotary_emb = decoder.rotary_emb
+                # Not as a submodule: another thread may be walking through the model's.
+                vars(attention)["rotary_emb"] = decoder.rotary_emb
                 _LENT_ROTARY[id(attention)] += 1
                 self.with_rotary.append(attention)
 
@@ -77,7 +78,8 @@ class Session:
             for attention in self.with_rotary:
                 _LENT_ROTARY[id(attention)] -= 1
                 if not _LENT_ROTARY[id(attention)]:
-                    del _LENT_ROTARY[id(attention)], attention.rotary_emb
+                    del _LENT_ROTARY[id(attention)]
+                    vars(attention).pop("rotary_emb", None)  # a KVPress press may have put it among the modules since
 
     def ignores_this_pass(self) -> bool:
         """A replay of our own, or another thread's forward pass: hooks are the model's, the session is this block's."""
