@@ -139,16 +139,21 @@ class PhaseClock:
 def phase_clock(device: torch.device) -> Iterator[PhaseClock]:
     """A clock that runs while the block does.
 
-    "decide" is sketch scores, shrinkage, certificate and plan; "fetch" what is read from the host; "attention" the rest
-    of a sealed layer's attention, or dense attention; "GEMMs" all linear layers of the model.
+    "decide" is sketch scores, shrinkage, certificate and plan; "fetch" what is copied from the host; "attention" the
+    rest of a sealed layer's attention, or dense attention: where rows are read in place, by kernels or loops, reading
+    them is part of it. "GEMMs" are all linear layers of the model.
     """
+    from verkv.compiled_step import CompiledStep
     from verkv.context import SealedContext
+    from verkv.device_step import DeviceStep
     from verkv.planning import Planner
     from verkv.tiers import HostTier
 
     clock = PhaseClock(device)
     timed_functions = [
         (Planner, "run", "decide"),
+        (CompiledStep, "plan", "decide"),
+        (DeviceStep, "plan", "decide"),
         (HostTier, "read_keys", "fetch"),
         (HostTier, "read_values", "fetch"),
         (SealedContext, "attend", "attention"),

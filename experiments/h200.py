@@ -11,17 +11,21 @@ projections and sampling are left out everywhere.
 import argparse
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from verkv.context import SealedContext, SealPlan
 from verkv.cuda import layout
+from verkv.estimators.compiled_plan import log_terms
 from verkv.estimators.fetching import FetchPlan, fetch_plan
 from verkv.estimators.sampling import (
     MIN_INCLUSION_PROB,
@@ -31,10 +35,13 @@ from verkv.estimators.sampling import (
     quantize_inclusion_probs,
 )
 from verkv.estimators.shrinkage import binary_shrinkage
+from verkv.kvfetch import FetchConfig
 from verkv.sketches import RopePairSketch
+from verkv.stats import FetchStats
 from verkv.tiers import LEVEL_MASK, RESIDENT_BIT, ResidentRows
 
 DELTA = 0.1
+UPPER_SHARES = (None, 0.7)  # of delta: Eq. (7), and the default of a press, which bounds the two sides apart
 COMPRESSION = 16
 N_PROTECTED = 64  # sinks, and as many of the local window
 SHORTLIST = 128
@@ -153,7 +160,9 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 class KernelStep:
-    """The kernels of one layer's step, launched one by one on buffers that all layers share."""
+    """The kernels of one layer's step, launched one by one on buffers that all layers share; the default's bound."""
+
+    upper_share = UPPER_SHARES[1]
 
     stages = {  # noqa: RUF012
         "score": ("vk_score",),
@@ -195,7 +204,8 @@ class KernelStep:
     def __call__(self, stages: tuple[str, ...], epsilon: float) -> None:
         """Launch some stages."""
         names = tuple(name for stage in stages for name in self.stages[stage])
-        scalars = {"scaling": self.layer.scaling, "log_term": math.log(2 / DELTA), "max_read": 1.0, "compact": 1}
+        scalars = {"scaling": self.layer.scaling, "max_read": 1.0, "compact": 1}
+        scalars |= zip(("log_term", "log_upper", "log_lower"), log_terms(DELTA, self.upper_share), strict=True)
         self.run_kernels(names, self.sizes, self.arrays, scalars | {"epsilon": epsilon}, self.dtype)
 
 
@@ -216,7 +226,7 @@ class TorchStep:
         layer = self.layer
         if "decide" in stages:
             logits = layer.sketch.logits(layer.query[None])[0] * layer.scaling
-            plan, shrinkage = solve(layer, logits, epsilon, torch.float32)
+            plan, shrinkage = solve(layer, logits, epsilon, torch.float32, KernelStep.upper_share)
             self.arrays |= {"union": plan.promoted.any(1), "shrunk": shrinkage < 1}
         if "attend" in stages:
             self.arrays["output"] = exact_attention(layer, self.arrays["union"], self.arrays["shrunk"], torch.float32)
@@ -224,7 +234,9 @@ class TorchStep:
             self.arrays["n_fetched"] = missing.sum(-1)
 
 
-def solve(layer: Layer, logits: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[FetchPlan, Tensor]:
+def solve(
+    layer: Layer, logits: Tensor, epsilon: float, dtype: torch.dtype, upper_share: float | None
+) -> tuple[FetchPlan, Tensor]:
     """The sort-based plan on given logits, and its shrinkage."""
     levels = layer.codes & LEVEL_MASK
     logits = logits.to(dtype)
@@ -232,7 +244,8 @@ def solve(layer: Layer, logits: Tensor, epsilon: float, dtype: torch.dtype) -> t
     r = decode_inclusion_probs(levels, dtype)[:, None]
     residual = (levels > 0)[:, None].expand_as(weights)
     shrinkage = binary_shrinkage(weights, r, residual)
-    return fetch_plan(weights, r, shrinkage, residual, weights.sum(-1), epsilon, DELTA), shrinkage
+    plan = fetch_plan(weights, r, shrinkage, residual, weights.sum(-1), epsilon, DELTA, upper_share)
+    return plan, shrinkage
 
 
 def exact_attention(layer: Layer, union: Tensor, shrunk: Tensor, dtype: torch.dtype) -> Tensor:
@@ -298,14 +311,15 @@ def check_kernels(model: Model, dtype: torch.dtype, device: torch.device, cases=
     from verkv.cuda.launch import unpack_bits
 
     results = []
-    for n_tokens, epsilon in cases:
+    for (n_tokens, epsilon), upper_share in product(cases, UPPER_SHARES):
         layer = make_layer(model, n_tokens, 1, dtype, device, seed=n_tokens)
         step = KernelStep(layer)
+        step.upper_share = upper_share
         epsilon = layout.safe_epsilon(epsilon)
         step(("score", "shortlist"), epsilon)
         logits = step.arrays["logits"].clone()
         step(("plan", "emit", "settle", "attend"), epsilon)
-        plan, shrinkage = solve(layer, logits, epsilon, torch.float64)
+        plan, shrinkage = solve(layer, logits, epsilon, torch.float64, upper_share)
         union, shrunk = (unpack_bits(step.arrays[name], n_tokens) for name in ("mask", "shrunk"))
         output = exact_attention(layer, union, shrunk, torch.float64)
         error = (step.arrays["output"] - output).norm(dim=-1) / output.norm(dim=-1)
@@ -315,6 +329,7 @@ def check_kernels(model: Model, dtype: torch.dtype, device: torch.device, cases=
                 "dtype": str(dtype),
                 "n_tokens": n_tokens,
                 "epsilon": epsilon,
+                "upper_share": upper_share,
                 "rows": plan.n_promoted.numel(),
                 "k_differs": int((step.arrays["n_promoted"] != plan.n_promoted).sum()),
                 "k_largest_difference": int((step.arrays["n_promoted"] - plan.n_promoted).abs().max()),
@@ -326,6 +341,56 @@ def check_kernels(model: Model, dtype: torch.dtype, device: torch.device, cases=
     return results
 
 
+def check_contexts(model: Model, dtype: torch.dtype, device: torch.device, n_tokens: int = 5000) -> list[dict]:
+    """Passes of a sealed context as a model's attention takes them: by the kernels, and with ``VERKV_CUDA=0``."""
+    layer = make_layer(model, n_tokens, 1, dtype, device, seed=7)
+    group, results = model.n_heads // model.n_kv_heads, []
+    for n_queries, upper_share in product((1, 4), UPPER_SHARES):
+        shape = (1, model.n_kv_heads, group, n_queries, model.head_dim)
+        query = layer.query.view(*shape[:3], 1, -1).expand(shape).flatten(1, 2)
+        query = query * torch.linspace(0.8, 1, n_queries, device=device)[:, None]
+        tail = layer.query[:, :1].expand(-1, n_queries, -1).to(dtype)[None]
+        (output, stats, by_kernels), (expected, reference, _) = (
+            _attended(layer, setting, upper_share, query, tail) for setting in ("1", "0")
+        )
+        results.append(
+            {
+                "model": model.name,
+                "dtype": str(dtype),
+                "n_tokens": n_tokens,
+                "n_queries": n_queries,
+                "upper_share": upper_share,
+                "by_kernels": by_kernels,
+                "output_error": float((output - expected).norm() / expected.norm()),
+                "bound_error": float((stats.bounds() - reference.bounds()).abs().max()),
+                "promoted": [stats.promoted(), reference.promoted()],
+                "fetched": [stats.fetched(), reference.fetched()],
+                "shortlisted": [stats.shortlisted(), reference.shortlisted()],
+            }
+        )
+    return results
+
+
+def _attended(
+    layer: Layer, setting: str, upper_share: float | None, query: Tensor, tail: Tensor
+) -> tuple[Tensor, FetchStats, bool]:
+    """Output and statistics of one pass of a new context, and whether the kernels took it."""
+    device, n_padding = query.device, torch.zeros(1, dtype=torch.int64)
+    stats = FetchStats("VerKV", sealed_layers=(0,), record_bounds=True)
+    fetch = FetchConfig(0.05, DELTA, SHORTLIST, upper_share=upper_share)
+    plan = SealPlan(layer.codes[None], n_padding, fetch, RopePairSketch())
+    before = os.environ.get("VERKV_CUDA")
+    os.environ["VERKV_CUDA"] = setting
+    try:
+        context = SealedContext(layer.keys[None].to(device), layer.values[None].to(device), plan, 0, stats)
+        output = context.attend(query, tail, tail, None, layer.scaling)
+    finally:
+        os.environ.pop("VERKV_CUDA")
+        if before is not None:
+            os.environ["VERKV_CUDA"] = before
+    return output, stats, "row_positions" in context.memory()["device_uncharged"]
+
+
 def time_step(model: Model, n_tokens: int, batch: int, epsilons, device: torch.device, repeats: int) -> list[dict]:
     """Each stage's time by epsilon, as differences of graphs that end one stage later."""
     kind = KernelStep if device.type == "cuda" else TorchStep
@@ -335,6 +400,7 @@ def time_step(model: Model, n_tokens: int, batch: int, epsilons, device: torch.d
     stages, results = tuple(kind.stages), []
     for epsilon in epsilons:
         until, record = 0.0, {"model": model.name, "n_tokens": n_tokens, "batch": batch, "epsilon": epsilon}
+        record["upper_share"] = KernelStep.upper_share
         for last in range(1, len(stages) + 1):
 
             def work(names=stages[:last], epsilon=epsilon):
@@ -441,13 +507,15 @@ def main(arguments: list[str] | None = None) -> dict:
         models, lengths, batches, epsilons, options.repeats = TINY, (256, 700), (1, 2), (0.5, 0.05), 3
     start = time.perf_counter()
     report = {"environment": environment(device), "models": [asdict(model) for model in models], "checks": []}
+    report["contexts"] = []
     report |= {"settings": [], "left_out": []}
     report["ceilings"] = ceilings(device, options.repeats)
     if device.type == "cuda":  # what is wrong is shown first
         for dtype in (torch.bfloat16, torch.float16):
             for model in models[:2]:
                 report["checks"] += check_kernels(model, dtype, device)
-        print(json.dumps(report["checks"], indent=1))
+                report["contexts"] += check_contexts(model, dtype, device)
+        print(json.dumps([report["checks"], report["contexts"]], indent=1))
     for n_tokens in lengths:
         for model in models:
             for batch in batches:

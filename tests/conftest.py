@@ -156,6 +156,20 @@ def tiny_model():
     return build
 
 
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Sealed layers on a CPU are served by tensor operations, also where numba is installed."""
+    monkeypatch.setenv("VERKV_COMPILED", "0")
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def each_way(monkeypatch, request):
+    """Sealed layers on a CPU are served by tensor operations, and by compiled loops where numba is installed."""
+    if request.param == "compiled" and importlib.util.find_spec("numba") is None:
+        pytest.skip("needs numba: pip install 'verkv[compiled]'")
+    monkeypatch.setenv("VERKV_COMPILED", str(int(request.param == "compiled")))
+
+
 @pytest.fixture(scope="session")
 def demo_model():
     """SmolLM2-135M-Instruct and its tokenizer; mark tests that use it ``real_model``."""

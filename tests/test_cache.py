@@ -27,6 +27,8 @@ from verkv.kvfetch import FetchConfig
 from verkv.sketches import ExactSketch, RopePairSketch
 from verkv.window import WindowLayer
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 KINDS = ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma3", "ministral", "ministral3"]
 N_CONTEXT, N_QUESTION, N_TOTAL = 80, 7, 90
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}

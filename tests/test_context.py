@@ -25,6 +25,8 @@ from verkv.sketches import ExactSketch, RopePairSketch
 from verkv.sketches.fit import fit_sketch
 from verkv.stats import FetchStats
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 CONTEXTS, BEAMS, HEADS, GROUP, T, TAIL, QUERIES, KEY_DIM, VALUE_DIM = 2, 2, 2, 3, 40, 5, 2, 16, 12
 SCALING = 0.3
 N_PADDING = torch.tensor([0, 6])
@@ -344,7 +346,7 @@ def decisions_of_two_draws(monkeypatch, config, seed):
 @pytest.mark.parametrize("shortlist", [0, 3, 128])
 @pytest.mark.parametrize("shrinkage", ["binary", "optimal"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_plan_does_not_depend_on_the_draw(monkeypatch, shortlist, shrinkage, seed):
+def test_plan_does_not_depend_on_the_draw(monkeypatch, by_torch, shortlist, shrinkage, seed):
     config = FetchConfig(0.4, shortlist=shortlist, shrinkage=shrinkage)
     (first_logits, first), (second_logits, second) = decisions_of_two_draws(monkeypatch, config, seed)
     for name in ("shrinkage", "promoted", "n_promoted", "error_bound", "planned_bound"):
@@ -356,7 +358,7 @@ def test_plan_does_not_depend_on_the_draw(monkeypatch, shortlist, shrinkage, see
 
 
 @pytest.mark.parametrize("shortlist", [0, 3])
-def test_plan_of_the_paper_depends_on_the_draw(monkeypatch, shortlist):
+def test_plan_of_the_paper_depends_on_the_draw(monkeypatch, by_torch, shortlist):
     config = FetchConfig(0.4, shortlist=shortlist, paper=True)
     (_, first), (_, second) = decisions_of_two_draws(monkeypatch, config, 0)
     for name in ("promoted", "n_promoted", "error_bound"):

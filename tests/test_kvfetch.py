@@ -10,6 +10,8 @@ from verkv import kvfetch
 from verkv.estimators import binary_shrinkage, fetch_plan, optimal_shrinkage
 from verkv.kvfetch import FetchConfig, decide, row_chunks
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 N, R, T = 3, 4, 50
 
 

@@ -19,6 +19,8 @@ from verkv.sketches import ExactSketch, RopePairSketch
 from verkv.stats import FetchStats, LayerRecord, MemoryReport, memory_report
 from verkv.tiers import HostTier
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 N_CONTEXT, N_TOTAL = 60, 66
 
 

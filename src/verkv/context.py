@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verkv import segments, streaming
+from verkv import compiled_step, device_step, segments, streaming
 from verkv.attention import allowed_tokens, weighted_attention
+from verkv.compiled_attention import attend_in_place, reads_in_place
 from verkv.estimators.sampling import LEVELS_PER_OCTAVE
 from verkv.estimators.thinning import Thinning
 from verkv.kvfetch import FetchConfig, row_chunks
@@ -177,6 +178,7 @@ class SealedContext:
                 _add(uncharged, _sizes(part.uncharged_tensors(), seen))
         if self.sketch_error is not None:
             uncharged |= _sizes(self.sketch_error.tensors(), seen)
+        uncharged |= device_step.device_bytes(self)
         others = {"tolerances": self.tolerances, "hidden_tokens": self.hidden}
         uncharged |= _sizes({name: tensor for name, tensor in others.items() if tensor is not None}, seen)
         if len(self.segments) > 1:
@@ -252,45 +254,99 @@ class SealedContext:
         tail_k, tail_v = self._tail_to_units(tail_keys), self._tail_to_units(tail_values)  # (N, beams, t, d)
         tail_logits = rows @ tail_k.float().mT * scaling + self._tail_bias(mask, query, tail_keys.shape[2])
         chunks = row_chunks(self.n_units * self.beams, rows.shape[2], self.n_tokens)
-        record = self._new_record(query)
+        record, tail = self._new_record(query), (tail_logits, tail_v)
 
+        step = device_step.step_of(self, rows.shape[1] * rows.shape[2])
+        if step is None and compiled_step.serves(self):
+            step = compiled_step
+        if step is not None:
+            output, lse = step.attend(self, rows, chunks, tail, scaling, record)
+            return self._concluded(query, rows, chunks, tail, output, lse, scaling, record)
         index, is_row = self.rows.padded_index()
-        resident_k = self.rows.keys.index_select(0, index.flatten()).unflatten(0, index.shape).float()[:, None]
-        resident_v = self.rows.values.index_select(0, index.flatten()).unflatten(0, index.shape)[:, None]
+        resident_k = self.rows.keys.index_select(0, index.flatten()).unflatten(0, index.shape).float()
         if self.fetch is None:
+            promotion = None
             log_weights = [self._log_inverse_probs(index, is_row)[:, None, None]] * len(chunks)
-            fetched_k = fetched_v = absent = None
         else:
-            tail = (tail_logits, tail_v)
-            plan = self._plan(rows, chunks, resident_k[:, 0], resident_v[:, 0], tail, is_row, scaling, record)
-            log_weights = plan.log_weights
-            fetched_k, is_fetched = pad_rows(plan.keys, plan.units, self.n_units)
-            fetched_v, _ = pad_rows(plan.values, plan.units, self.n_units)
-            absent = torch.where(is_fetched, 0.0, -torch.inf)[:, None, None]
-            fetched_k, fetched_v = fetched_k.float()[:, None], fetched_v[:, None]
+            promotion = self._plan(rows, chunks, resident_k, index, tail, is_row, scaling, record)
+            log_weights = promotion.log_weights
+        if reads_in_place(self.rows, self.host if promotion else None):
+            attend_chunk = self._in_place(rows, tail, promotion, scaling)
+        else:
+            attend_chunk = self._by_torch(rows, resident_k, index, tail, promotion, scaling)
+        outputs, lses = zip(*map(attend_chunk, chunks, log_weights), strict=True)
+        return self._concluded(query, rows, chunks, tail, torch.cat(outputs, 2), torch.cat(lses, 2), scaling, record)
 
-        outputs, lses = [], []
-        for chunk, log_weight in zip(chunks, log_weights, strict=True):
-            part = rows[:, :, chunk]
-            parts = [(part @ resident_k.mT * scaling + log_weight, resident_v), (tail_logits[:, :, chunk], tail_v)]
-            if fetched_k is not None:
-                parts.append((part @ fetched_k.mT * scaling + absent, fetched_v))
-            output, lse = weighted_attention(parts)
-            outputs.append(output)
-            lses.append(lse)
-        output = torch.cat(outputs, 2)
+    def _concluded(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        chunks: list[slice],
+        tail: tuple[Tensor, Tensor],
+        output: Tensor,
+        lse: Tensor,
+        scaling: float,
+        record: LayerRecord,
+    ) -> Tensor:
+        """Audit a pass, if that is wanted, and add it to the statistics; its output as ``attend`` returns it."""
         if self.audit:
-            exact = self._audit(rows, chunks, tail_logits, tail_v, output, torch.cat(lses, 2), scaling, record)
+            exact = self._audit(rows, chunks, *tail, output, lse, scaling, record)
             output = self._answer_violations(output, exact, record)
         self.stats.record(record)
         return self._from_units(output, query).to(query.dtype)
+
+    def _by_torch(
+        self,
+        rows: Tensor,
+        resident_k: Tensor,
+        index: Tensor,
+        tail: tuple[Tensor, Tensor],
+        promotion: "_Promotion | None",
+        scaling: float,
+    ) -> Callable[[slice, Tensor], tuple[Tensor, Tensor]]:
+        """Attention of some rows by torch; what is fetched is copied to the device, once for all of them."""
+        resident_v = self._resident_values(index)[:, None]
+        resident_k = resident_k[:, None]
+        if promotion is not None:
+            fetched_k, is_fetched = pad_rows(self._fetched_keys(promotion), promotion.units, self.n_units)
+            values = self.host.read_values(promotion.units, promotion.positions, self.device)
+            fetched_v = pad_rows(values, promotion.units, self.n_units)[0][:, None]
+            fetched_k, absent = fetched_k.float()[:, None], torch.where(is_fetched, 0.0, -torch.inf)[:, None, None]
+
+        def attend_chunk(chunk: slice, log_weights: Tensor) -> tuple[Tensor, Tensor]:
+            part = rows[:, :, chunk]
+            parts = [(part @ resident_k.mT * scaling + log_weights, resident_v), (tail[0][:, :, chunk], tail[1])]
+            if promotion is not None:
+                parts.append((part @ fetched_k.mT * scaling + absent, fetched_v))
+            return weighted_attention(parts)
+
+        return attend_chunk
+
+    def _in_place(
+        self, rows: Tensor, tail: tuple[Tensor, Tensor], promotion: "_Promotion | None", scaling: float
+    ) -> Callable[[slice, Tensor], tuple[Tensor, Tensor]]:
+        """Attention of some rows by compiled loops, which read what is fetched where it is."""
+        host, fetched = None, None
+        if promotion is not None:
+            host, fetched = (self.host.keys, self.host.values), torch.stack([promotion.units, promotion.positions], 1)
+
+        def attend_chunk(chunk: slice, log_weights: Tensor) -> tuple[Tensor, Tensor]:
+            return attend_in_place(
+                rows[:, :, chunk], self.rows, log_weights, host, fetched, (tail[0][:, :, chunk], tail[1]), scaling
+            )
+
+        return attend_chunk
+
+    def _resident_values(self, index: Tensor) -> Tensor:
+        """Padded as their keys, (N, S, dv)."""
+        return self.rows.values.index_select(0, index.flatten()).unflatten(0, index.shape)
 
     def _plan(
         self,
         rows: Tensor,
         chunks: list[slice],
         resident_k: Tensor,
-        resident_v: Tensor,
+        index: Tensor,
         tail: tuple[Tensor, Tensor],
         is_row: Tensor,
         scaling: float,
@@ -303,7 +359,7 @@ class SealedContext:
         score = self._scorer(rows, chunks)
         norms, output = self.value_norms, None
         if norms is not None:
-            output = planner.output_context(norms.decode(), norms.centre, resident_v)
+            output = planner.output_context(norms.decode(), norms.centre, self._resident_values(index))
         plan = planner.run(
             [
                 QueryRows(
@@ -328,10 +384,10 @@ class SealedContext:
 
         fetched = plan.promoted & ~planner.resident
         units, positions = fetched.nonzero(as_tuple=True)
-        keys = self._fetched_keys(plan.pool, units, positions, resident_k, record)
-        values = self.host.read_values(units, positions, self.device)
         record.fetched, record.shortlisted, record.keys_first = len(units), plan.n_shortlisted, plan.n_keys_first
-        record.bytes_read += len(units) * (self.host.row_bytes - self.host.key_row_bytes)
+        n_held = int(fetched[plan.pool.units, plan.pool.positions].sum())  # their keys were read to plan
+        record.bytes_read += (len(plan.pool.units) - n_held) * self.host.key_row_bytes
+        record.bytes_read += len(units) * self.host.row_bytes
         record.exact_heads = int(plan.is_exact.sum())
         self._record_decisions(
             record,
@@ -342,7 +398,7 @@ class SealedContext:
         )
         if self.audit and self.value_norms is not None:  # relative to the true output's norm once that is known
             record.output_bound = torch.cat([split(decision.planned_bound) for decision in plan.decisions], 2)
-        return _Promotion(log_weights, units, keys, values)
+        return _Promotion(log_weights, units, positions, plan.pool)
 
     def _tail_offset(self, tail: tuple[Tensor, Tensor], chunk: slice) -> Tensor:
         """Attention over the tail alone, minus the centre, (N, R, dv); 0 where there is no tail."""
@@ -350,16 +406,14 @@ class SealedContext:
         has_tail = torch.isfinite(tail_lse)[..., None]
         return torch.where(has_tail, tail_output - self.value_norms.centre[:, None, None], 0.0).flatten(1, 2)
 
-    def _fetched_keys(
-        self, pool: KeyPool, units: Tensor, positions: Tensor, resident_k: Tensor, record: LayerRecord
-    ) -> Tensor:
+    def _fetched_keys(self, promotion: "_Promotion") -> Tensor:
         """Keys (M, d) of fetched tokens: those of the pool, and the others from the host."""
+        pool, units, positions = promotion.pool, promotion.units, promotion.positions
         is_held, place = pool.find(units, positions)
-        keys = resident_k.new_empty(len(units), self.key_dim)
+        keys = pool.keys.new_empty(len(units), self.key_dim)
         keys[is_held] = pool.keys[place]
         missing = ~is_held
         keys[missing] = self.host.read_keys(units[missing], positions[missing], self.device).to(keys.dtype)
-        record.bytes_read += (len(pool.units) + int(missing.sum())) * self.host.key_row_bytes
         return keys
 
     def _tolerances(self, n_rows: int, chunk: slice) -> float | Tensor:
@@ -537,12 +591,12 @@ class SealedContext:
 
 @dataclass(frozen=True)
 class _Promotion:
-    """Log-weights of the resident rows, (N, beams, rows, S) per chunk, and the rows that were read."""
+    """Log-weights of the resident rows, (N, beams, rows, S) per chunk, what is fetched, and keys that are read."""
 
     log_weights: list[Tensor]
     units: Tensor
-    keys: Tensor
-    values: Tensor
+    positions: Tensor
+    pool: KeyPool
 
 
 def _sizes(tensors: dict, seen: set[int]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verkv.checks import check_count
 from verkv.estimators.certificate import check_delta, check_upper_share
+from verkv.estimators.compiled_plan import compiled_plan, compiles
 from verkv.estimators.distances import value_distances
 from verkv.estimators.fetching import check_epsilon, fetch_plan
 from verkv.estimators.linear_plan import linear_plan
@@ -213,13 +214,15 @@ def decide(
             weights, exact_weights, tail_weight, denominator, inclusion_probs, residual, config, epsilon, output
         )
     r, residual = inclusion_probs[:, None, :], residual[:, None, :]  # not expanded: the query heads share what they can
-    if weights.is_cpu and weights.shape[-1] < LEAST_FOR_LINEAR:
+    is_compiled = weights.is_cpu and compiles()
+    if weights.is_cpu and not is_compiled and weights.shape[-1] < LEAST_FOR_LINEAR:
         r, residual = r.expand_as(weights), residual.expand_as(weights)
         shrinkage = SHRINKAGE_RULES[config.shrinkage](weights, r, residual)
         plan = fetch_plan(weights, r, shrinkage, residual, denominator, epsilon, config.delta, config.upper_share)
     else:
+        make_plan = compiled_plan if is_compiled else linear_plan
         shrinkage = None if config.shrinkage == "binary" else optimal_shrinkage(weights, r, residual)
-        plan = linear_plan(weights, r, residual, denominator, epsilon, config.delta, shrinkage, config.upper_share)
+        plan = make_plan(weights, r, residual, denominator, epsilon, config.delta, shrinkage, config.upper_share)
         shrinkage = plan.shrinkage
     return Decision(shrinkage, plan.promoted, plan.n_promoted, plan.error_bound, plan.planned_bound)
 

@@ -10,6 +10,7 @@ from verkv.bench import decide
 from verkv.bench.run import NAMES, run_bench
 from verkv.bench.settings import BenchSettings, BenchSkipped
 from verkv.cli import main
+from verkv.estimators.compiled_plan import compiles
 
 N_TOKENS = 300
 TINY = {"quick": True, "rounds": 2, "tokens": N_TOKENS, "compression_ratio": 0.5, "device": "cpu"}
@@ -49,7 +50,8 @@ def test_decide(monkeypatch):
     comparisons = decide.run(BenchSettings(**TINY))
     assert [c.facts["tokens"] for c in comparisons] == [300, 700]
     for comparison in comparisons:
-        assert set(comparison.seconds) == {"one torch.sort", "decide, linear", "decide, reference (sorts)"}
+        cases = {"one torch.sort", "decide, linear", "decide, reference (sorts)"}
+        assert set(comparison.seconds) == cases | ({"decide, compiled"} if compiles() else set())
         assert all(len(seconds) == 2 for seconds in comparison.seconds.values())
         assert 0 <= comparison.facts["most tokens promoted beyond the reference"] <= 2
 
@@ -77,8 +79,10 @@ def test_decode_and_its_traffic(prefix, epsilon):
     from verkv.bench import decode
 
     (comparison,) = decode.run(BenchSettings(**TINY, epsilon=epsilon), prefix)
-    assert set(comparison.seconds) == {"dense", "VerKV, paper", "VerKV, default"}
-    for name in ("VerKV, paper", "VerKV, default"):
+    cases = {"VerKV, paper", "VerKV, default"}
+    cases |= {name + decode.WITHOUT_LOOPS for name in cases} if compiles() else set()
+    assert set(comparison.seconds) == {"dense", *cases}
+    for name in cases:
         facts = comparison.facts[name]
         assert facts["decode steps"] == 4  # two to warm up, two rounds
         assert facts["bytes of the full cache"] == 4 * 2 * N_TOKENS * 2 * 16 * 4

@@ -129,7 +129,7 @@ def test_positions_of_later_segments_are_the_models(case):
         assert part.tier_error["key_error"] < wrong.tier_error["key_error"]
 
 
-def test_saved_and_loaded_it_answers_alike(case, tmp_path):
+def test_saved_and_loaded_it_answers_alike(case, tmp_path, by_torch):
     model, codec = case
     ids = random_ids(1, N + 10)
     press = VerKVPress(kvzip(), 0.4, host_codec=codec, **SHORT)

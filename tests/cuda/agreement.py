@@ -1,7 +1,6 @@
 """Assertions that a pass of the kernels agrees with float64."""
 
 import itertools
-import math
 import shutil
 
 import numpy as np
@@ -12,6 +11,7 @@ from problems import Answer, Layer, attend, solve
 from torch import Tensor
 
 from verkv.cuda.layout import Sizes
+from verkv.estimators.compiled_plan import log_terms
 from verkv.tiers import LEVEL_MASK, RESIDENT_BIT
 
 needs_compiler = pytest.mark.skipif(
@@ -19,9 +19,15 @@ needs_compiler = pytest.mark.skipif(
 )
 
 DELTA = 0.1
-LOG_TERM = math.log(2 / DELTA)
+# Eq. (7), and the two sides apart with equal parts of delta and as the library's default has it.
+UPPER_SHARES = (None, 0.5, 0.7)
 # Float32 rounding of weights and sums. Two outcomes that float64 tells apart by less are a tie, and either is right.
 TIE = 2e-6
+
+
+def log_scalars(upper_share: float | None) -> dict[str, float]:
+    """Of delta, as the kernels take it."""
+    return dict(zip(("log_term", "log_upper", "log_lower"), log_terms(DELTA, upper_share), strict=True))
 
 
 def run_layer(
@@ -32,18 +38,27 @@ def run_layer(
     n_splits: int = 3,
     seed: int = 1,
     kernels: Emulator | None = None,
+    upper_share: float | None = None,
 ) -> tuple[Pass, np.ndarray]:
     """A decode step of one layer, and the logits it planned with."""
     n_units, n_rows, head_dim = layer.query.shape
     sizes = Sizes(n_units, layer.keys.shape[2], n_rows, n_rows, head_dim, shortlist, n_splits)
     kernels = kernels or emulator(head_dim, sizes.tile, layer.keys.dtype == torch.float16)
-    scalars = {"scaling": layer.scaling, "log_term": LOG_TERM, "epsilon": epsilon, "known_resident": int(paper)}
+    scalars = {"scaling": layer.scaling, "epsilon": epsilon, "known_resident": int(paper)} | log_scalars(upper_share)
     step = Pass(kernels, sizes, layer.inputs(), seed, **scalars)
     step.launch("vk_score", *(["vk_shortlist"] if shortlist else []))
     logits = step["logits"].copy()
     step.launch("vk_plan", "vk_emit", "vk_settle", "vk_attend")
     step.check_zeroed()
     return step, logits
+
+
+def plan_again(step: Pass, logits: np.ndarray, upper_share: float | None) -> Pass:
+    """A plan from the same logits and known tokens as another step's, with another bound."""
+    inputs = step.inputs | {"logits": logits, "known": step.arrays.get("known")}
+    again = Pass(step.emulator, step.sizes, inputs, **step.scalars | log_scalars(upper_share))
+    again.launch("vk_peak", "vk_plan", "vk_emit", "vk_settle").check_zeroed()
+    return again
 
 
 def check_plan(
@@ -54,15 +69,16 @@ def check_plan(
     epsilon: float,
     known: Tensor | None = None,
     sigma2: Tensor | None = None,
+    upper_share: float | None = None,
 ) -> int:
     """k*, union and fetch lists are the float64 greedy's, but for ties; returns how many rows were decided by a tie."""
     residual = (codes & LEVEL_MASK) > 0
     shrunk = torch.from_numpy(step.bits("shrunk"))
-    answer = solve(logits, tail_lse, codes, epsilon, DELTA, known, sigma2)
+    answer = solve(logits, tail_lse, codes, epsilon, DELTA, known, sigma2, upper_share=upper_share)
     differs = (shrunk != (answer.shrinkage < 1)).any(-1)
     if differs.any():  # u = 2 beta up to rounding, or weights too small to matter: then both errors are the same
         assert not (shrunk & ~residual[:, None]).any()
-        own = solve(logits, tail_lse, codes, epsilon, DELTA, known, sigma2, shrunk)
+        own = solve(logits, tail_lse, codes, epsilon, DELTA, known, sigma2, shrunk, upper_share)
         excess = own.squared_error() - answer.squared_error()
         assert (excess <= TIE * answer.squared_error() + (1e-9 * answer.denominator) ** 2).all()
         answer = own

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from agreement import LOG_TERM
+from agreement import log_scalars
 from emulator import Pass, compile_emulator, emulator
 from problems import make_codes, make_layer, make_rows
 from replay import record, replay
@@ -49,12 +49,14 @@ def barriers_of(function: str) -> list[int]:
 def make_recording(path: Path, n_hard: int = 4) -> None:
     """Small passes that take every path: several chunks, crowded and tied bins, long shrinkage walks.
 
-    Some barriers are missed only now and then, so the more of the hard passes, the more removals show.
+    Every other one bounds the two sides apart. Some barriers are missed only now and then, so the more of the hard
+    passes, the more removals show.
     """
     passes, kernels = [], []
+    log_terms = lambda: log_scalars((None, 0.7)[len(passes) % 2])  # noqa: E731
     for n_tokens, epsilon, sharpness in ((700, 0.05, 0.6), (5000, 0.01, 1.0), (9000, 0.02, 0.3)):
         layer = make_layer(n_tokens, 2, 64, sharpness=sharpness, seed=n_tokens)
-        scalars = {"scaling": layer.scaling, "log_term": LOG_TERM, "epsilon": epsilon}
+        scalars = {"scaling": layer.scaling, "epsilon": epsilon} | log_terms()
         sizes = Sizes(2, n_tokens, 2, 2, 64, n_shortlist=40, n_splits=3)
         passes.append(Pass(emulator(*SHAPE), sizes, layer.inputs(), **scalars))
         kernels.append(STEP)
@@ -63,7 +65,7 @@ def make_recording(path: Path, n_hard: int = 4) -> None:
         generator = torch.Generator().manual_seed(len(passes))
         codes, logits = make_codes(code_kind, 2, 9000, generator), make_rows(kind, 2, 2, 9000, generator)
         inputs = {"codes": codes.numpy(), "logits": logits.numpy(), "tail_lse": np.zeros((2, 2), np.float32)}
-        passes.append(Pass(emulator(*SHAPE), Sizes(2, 9000, 2, 2, 64), inputs, log_term=LOG_TERM, epsilon=0.02))
+        passes.append(Pass(emulator(*SHAPE), Sizes(2, 9000, 2, 2, 64), inputs, epsilon=0.02, **log_terms()))
         kernels.append(PLAN_ONLY)
     record(path, passes, kernels)
 

@@ -136,12 +136,13 @@ class Answer:
     shrinkage: Tensor  # (N, R, T)
     plan: FetchPlan
     delta: float
+    upper_share: float | None
 
     def bound(self, promoted: Tensor) -> Tensor:
         """The bound of every row, (N, R), once a set (N, R, T) is promoted."""
         left = self.residual & ~promoted
         certificate = bernstein_certificate(
-            self.weights, self.inclusion_probs, self.shrinkage, left, self.denominator, self.delta
+            self.weights, self.inclusion_probs, self.shrinkage, left, self.denominator, self.delta, self.upper_share
         )
         return certificate.error_bound
 
@@ -167,6 +168,7 @@ def solve(
     known: Tensor | None = None,
     sigma2: Tensor | None = None,
     shrunk: Tensor | None = None,
+    upper_share: float | None = None,
 ) -> Answer:
     """Algorithm 2, lines 2-10, in float64 with sorts, on the logits that the kernels planned with.
 
@@ -189,8 +191,8 @@ def solve(
         shrinkage = binary_shrinkage(weights, r, inside)
     else:
         shrinkage = torch.where(shrunk, r.expand_as(weights), 1.0)
-    plan = fetch_plan(weights, r, shrinkage, inside, denominator, epsilon, delta)
-    return Answer(weights, denominator, r, inside, shrinkage, plan, delta)
+    plan = fetch_plan(weights, r, shrinkage, inside, denominator, epsilon, delta, upper_share)
+    return Answer(weights, denominator, r, inside, shrinkage, plan, delta, upper_share)
 
 
 def attend(layer: Layer, union: Tensor, shrunk: Tensor) -> tuple[Tensor, Tensor]:

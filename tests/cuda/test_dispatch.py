@@ -73,7 +73,13 @@ def test_odd_environment_is_refused(monkeypatch):
         ({"value_dim": 64}, "64 for values"),
         ({"dtype": torch.float32}, "torch.float32"),
         ({"n_tokens": 2**31}, "is longer than"),
+        ({"n_units": 70000}, "more than 65535"),
         ({"shrinkage": "optimal"}, "'optimal'"),
+        ({"target": "output"}, "not the output"),
+        ({"key_rounds": 2}, "key_rounds=2"),
+        ({"n_segments": 2}, "several segments"),
+        ({"is_coded": True}, "coded"),
+        ({"is_whole": False}, "beginning of a longer"),
         ({"is_pinned": False}, "pinned"),
     ],
 )
@@ -82,6 +88,39 @@ def test_what_kernels_cannot_serve_falls_back_with_one_warning(usable_gpu, chang
         for _ in range(3):
             assert dispatch.select_backend(GPU, **SHAPE | change) == "torch"
     assert len(caught) == 1
+
+
+def test_the_device_is_asked_first(usable_gpu, monkeypatch):
+    """Where no kernel could run at all, nobody is told to change an option."""
+    monkeypatch.setattr(dispatch, "unavailable_because", lambda index: "the device is too old (of this test)")
+    with pytest.warns(UserWarning, match="too old") as caught:
+        assert dispatch.select_backend(GPU, **SHAPE, target="output", is_pinned=False) == "torch"
+    assert len(caught) == 1
+
+
+def test_kernels_of_a_pass_are_loaded_once(usable_gpu, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(dispatch, "load_kernels", lambda *shape: loaded.append(shape))
+    dispatch._unloaded_because.cache_clear()
+    for n_rows in (4, 4, 9):
+        assert dispatch.can_launch(GPU, 128, n_rows, torch.float16)
+    dispatch._unloaded_because.cache_clear()
+    assert loaded == [(0, 128, 4, True), (0, 128, 5, True)]
+
+
+def test_kernels_that_do_not_compile_are_tried_once(usable_gpu, monkeypatch):
+    tried = []
+
+    def refuse(*shape):
+        tried.append(shape)
+        raise CudaUnavailable("NVRTC cannot compile (of this test)")
+
+    monkeypatch.setattr(dispatch, "load_kernels", refuse)
+    dispatch._unloaded_because.cache_clear()
+    with pytest.warns(UserWarning, match="of this test") as caught:
+        assert not any(dispatch.can_launch(GPU, 128, 4, torch.bfloat16) for _ in range(3))
+    dispatch._unloaded_because.cache_clear()
+    assert len(caught) == 1 and tried == [(0, 128, 4, False)]
 
 
 @pytest.mark.parametrize("which", ["driver_bindings", "nvrtc_bindings"])

@@ -1,9 +1,20 @@
 """The kernels that a GPU gets, run on the CPU, agree with the estimators in float64."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
-from agreement import DELTA, LOG_TERM, check_attention, check_plan, needs_compiler, run_layer
+from agreement import (
+    DELTA,
+    UPPER_SHARES,
+    check_attention,
+    check_plan,
+    log_scalars,
+    needs_compiler,
+    plan_again,
+    run_layer,
+)
 from emulator import Pass, emulator
 from problems import attend, make_codes, make_layer, make_rows, pack, solve
 
@@ -31,28 +42,36 @@ LENGTHS = (1, 2, 31, 33, 700, 4096, 4097, 12000)
 ROW_KINDS = ("flat", "peaked", "heavy_tailed", "tied", "constant", "one_huge_weight")
 CODE_KINDS = ("spread", "at_the_floor", "all_alike", "certain", "nearly_certain")
 EPSILONS = (0.3, 0.02)
+SIDED = UPPER_SHARES[1:]
+sided = pytest.mark.parametrize("upper_share", UPPER_SHARES, ids=str)
 
 
 def test_at_least_2000_rows_are_compared():
+    """With each of the three bounds, the two of the sides taken in turn in layers."""
     in_layers = sum(N_UNITS * rows for _, rows, _ in SHAPES) * len(STEPS)
     planned_only = len(LENGTHS) * len(ROW_KINDS) * len(CODE_KINDS) * len(EPSILONS) * 4
     assert in_layers >= 1000 and in_layers + planned_only >= 2000
+    assert in_layers // len(SIDED) + planned_only >= 2000
 
 
 @pytest.mark.parametrize(("head_dim", "n_rows", "dtype"), SHAPES, ids=lambda x: str(x).removeprefix("torch."))
 def test_step_agrees_with_float64(head_dim, n_rows, dtype, record_property):
-    n_ties = 0
-    for n_tokens, epsilon, sharpness, paper in STEPS:
+    n_ties, n_sided_ties = 0, 0
+    for i, (n_tokens, epsilon, sharpness, paper) in enumerate(STEPS):
         layer = make_layer(n_tokens, n_rows, head_dim, dtype, sharpness=sharpness, seed=n_tokens + n_rows)
         step, logits = run_layer(layer, epsilon, paper=paper)
-        n_ties += check_plan(step, torch.from_numpy(logits), layer.tail_lse, layer.unit_codes, epsilon)
+        given = torch.from_numpy(logits), layer.tail_lse, layer.unit_codes, epsilon
+        n_ties += check_plan(step, *given)
         check_attention(step, layer)
-    record_property("rows decided by a tie", n_ties)
-    assert n_ties <= 1
+        upper_share = SIDED[(i + n_rows) % 2]
+        n_sided_ties += check_plan(plan_again(step, logits, upper_share), *given, upper_share=upper_share)
+    record_property("rows decided by a tie", n_ties + n_sided_ties)
+    assert n_ties <= 1 and n_sided_ties <= 1
 
 
 @pytest.mark.parametrize("n_tokens", LENGTHS)
-def test_plan_of_any_logits_agrees_with_float64(n_tokens, record_property):
+@sided
+def test_plan_of_any_logits_agrees_with_float64(upper_share, n_tokens, record_property):
     """Lengths, shapes of the weights, ties, r at its floor; with and without an error variance of the logits."""
     n_ties = 0
     sizes = Sizes(N_UNITS, n_tokens, rows_all=2, n_rows=2, head_dim=128)
@@ -70,9 +89,9 @@ def test_plan_of_any_logits_agrees_with_float64(n_tokens, record_property):
                     known = torch.rand(N_UNITS, n_tokens, generator=generator) < 0.02
                     sigma2 = 2 * torch.rand(N_UNITS, 2, generator=generator)
                     inputs |= {"known": pack(known), "sigma2": sigma2.numpy()}
-                step = Pass(emulator(), sizes, inputs, log_term=LOG_TERM, epsilon=epsilon)
+                step = Pass(emulator(), sizes, inputs, epsilon=epsilon, **log_scalars(upper_share))
                 step.launch("vk_peak", "vk_plan", "vk_emit", "vk_settle").check_zeroed()
-                n_ties += check_plan(step, logits, tail_lse, codes, epsilon, known, sigma2)
+                n_ties += check_plan(step, logits, tail_lse, codes, epsilon, known, sigma2, upper_share)
     record_property("rows decided by a tie", n_ties)
     assert n_ties <= 1
 
@@ -128,12 +147,14 @@ def test_shortlist_breaks_ties_by_the_lowest_position():
         assert np.array_equal(step.bits("known")[unit].nonzero()[0], layer.residual[unit].nonzero()[:100, 0].numpy())
 
 
-def test_question_pass_in_chunks_of_rows_is_the_whole_pass():
+@pytest.mark.parametrize("upper_share", [None, 0.7], ids=str)
+def test_question_pass_in_chunks_of_rows_is_the_whole_pass(upper_share):
     """27 rows a unit, planned 10 at a time: one union, and attention from rows copied to the device."""
     layer = make_layer(3000, 27, 64, sharpness=0.4, n_contexts=2, n_padding=400, seed=11)
-    scalars = {"scaling": layer.scaling, "log_term": LOG_TERM, "epsilon": 0.05}
-    whole, logits = run_layer(layer, 0.05, shortlist=0)
-    assert check_plan(whole, torch.from_numpy(logits), layer.tail_lse, layer.unit_codes, 0.05) == 0
+    scalars = {"scaling": layer.scaling, "epsilon": 0.05} | log_scalars(upper_share)
+    whole, logits = run_layer(layer, 0.05, shortlist=0, upper_share=upper_share)
+    given = torch.from_numpy(logits), layer.tail_lse, layer.unit_codes, 0.05
+    assert check_plan(whole, *given, upper_share=upper_share) == 0
     assert (whole["n_fetched"] > 0).all()
 
     inputs = layer.inputs()
@@ -178,7 +199,8 @@ def test_attention_of_extreme_sets(kind):
 
 
 @pytest.mark.parametrize("bad", ["nan_logit", "nan_tail", "no_weight_at_all"])
-def test_a_row_without_a_bound_is_fetched_whole(bad):
+@sided
+def test_a_row_without_a_bound_is_fetched_whole(upper_share, bad):
     generator = torch.Generator().manual_seed(5)
     codes, logits = make_codes("spread", 2, 500, generator), make_rows("flat", 2, 2, 500, generator)
     tail_lse = torch.full((2, 2), -torch.inf)
@@ -189,7 +211,7 @@ def test_a_row_without_a_bound_is_fetched_whole(bad):
     else:
         logits[0, 1] = -torch.inf
     inputs = {"codes": codes.numpy(), "logits": logits.numpy(), "tail_lse": tail_lse.numpy()}
-    step = Pass(emulator(), Sizes(2, 500, 2, 2, 128), inputs, log_term=LOG_TERM, epsilon=1e3)
+    step = Pass(emulator(), Sizes(2, 500, 2, 2, 128), inputs, epsilon=1e3, **log_scalars(upper_share))
     step.launch("vk_peak", "vk_plan", "vk_emit", "vk_settle").check_zeroed()
     residual = (codes & LEVEL_MASK) > 0
     assert np.array_equal(step.bits("mask")[0], residual[0].numpy()) and not step.bits("mask")[1].any()
@@ -197,27 +219,32 @@ def test_a_row_without_a_bound_is_fetched_whole(bad):
     assert np.isnan(step["bound"][0, 1]) and step["is_exact"].tolist() == [1, 0]
 
 
-def test_no_plan_is_looser_than_epsilon_in_float64():
+@pytest.mark.parametrize("upper_share", [*UPPER_SHARES, 0.001, 0.999], ids=str)
+def test_no_plan_is_looser_than_epsilon_in_float64(upper_share):
     """At the epsilon that the library hands over, the float64 bound of every row's own set is below the true one."""
     epsilon = 0.05
     for seed in range(12):
         layer = make_layer(1500, 6, 64, sharpness=0.4, n_kv_heads=1, seed=seed)
         for row in range(6):  # one row a unit, so that its union is its own set
-            single = make_layer(1500, 6, 64, sharpness=0.4, n_kv_heads=1, seed=seed)
-            single.query, single.tail_lse = layer.query[:, row : row + 1], layer.tail_lse[:, row : row + 1]
-            step, logits = run_layer(single, layout.safe_epsilon(epsilon), shortlist=8)
-            answer = solve(torch.from_numpy(logits), single.tail_lse, single.unit_codes, epsilon, DELTA)
+            one = slice(row, row + 1)
+            single = dataclasses.replace(layer, query=layer.query[:, one], tail_lse=layer.tail_lse[:, one])
+            step, logits = run_layer(single, layout.safe_epsilon(epsilon), shortlist=8, upper_share=upper_share)
+            given = torch.from_numpy(logits), single.tail_lse, single.unit_codes, epsilon, DELTA
+            answer = solve(*given, upper_share=upper_share)
             assert (answer.bound(torch.from_numpy(step.bits("mask"))[:, None]) < epsilon).all()
 
 
-def test_rows_may_have_tolerances_of_their_own():
+@sided
+def test_rows_may_have_tolerances_of_their_own(upper_share):
     layer = make_layer(1500, 4, 64, sharpness=0.4, seed=6)
     sizes, tolerances = Sizes(2, 1500, 4, 4, 64), torch.tensor([[0.5, 0.2, 0.05, 0.01]] * 2)
     inputs = layer.inputs() | {"tolerances": tolerances.numpy()}
-    step = Pass(emulator(64, 4), sizes, inputs, scaling=layer.scaling, log_term=LOG_TERM, epsilon=np.nan)
+    scalars = {"scaling": layer.scaling, "epsilon": np.nan} | log_scalars(upper_share)
+    step = Pass(emulator(64, 4), sizes, inputs, **scalars)
     step.launch("vk_score", "vk_plan", "vk_emit", "vk_settle").check_zeroed()
     for row, epsilon in enumerate(tolerances[0].tolist()):
-        answer = solve(torch.from_numpy(step["logits"]), layer.tail_lse, layer.unit_codes, epsilon, DELTA)
+        given = torch.from_numpy(step["logits"]), layer.tail_lse, layer.unit_codes, epsilon, DELTA
+        answer = solve(*given, upper_share=upper_share)
         assert torch.equal(torch.from_numpy(step["n_promoted"])[:, row].long(), answer.plan.n_promoted[:, row])
 
 
@@ -234,9 +261,10 @@ def test_mean_of_the_sketch_error_moves_its_logits_only():
 
 
 @pytest.mark.parametrize("max_read", [0.001, 0.5, 1.0])
-def test_a_plan_beyond_max_read_is_exact(max_read):
+@sided
+def test_a_plan_beyond_max_read_is_exact(upper_share, max_read):
     layer = make_layer(2000, 4, 64, n_contexts=2, n_padding=600, sharpness=0.4, seed=10)
-    sizes, scalars = Sizes(4, 2000, 4, 4, 64), {"scaling": layer.scaling, "log_term": LOG_TERM, "epsilon": 0.03}
+    sizes, scalars = Sizes(4, 2000, 4, 4, 64), {"scaling": layer.scaling, "epsilon": 0.03} | log_scalars(upper_share)
     free = Pass(emulator(64, 4), sizes, layer.inputs(), **scalars)
     free.launch("vk_score", "vk_plan", "vk_emit", "vk_settle")
     step = Pass(emulator(64, 4), sizes, layer.inputs(), max_read=max_read, **scalars)
@@ -252,22 +280,24 @@ def test_a_plan_beyond_max_read_is_exact(max_read):
     check_attention(step, layer)
 
 
-def test_order_of_blocks_and_warps_changes_nothing():
+@pytest.mark.parametrize("upper_share", [None, 0.7], ids=str)
+def test_order_of_blocks_and_warps_changes_nothing(upper_share):
     layer = make_layer(9000, 4, 64, sharpness=0.5, seed=4)
-    runs = [run_layer(layer, 0.01, seed=seed)[0] for seed in (1, 2, 3)]
+    runs = [run_layer(layer, 0.01, seed=seed, upper_share=upper_share)[0] for seed in (1, 2, 3)]
     for name in ("mask", "shrunk", "n_promoted", "n_row_fetched", "n_fetched", "known", "output", "lse"):
         assert all(np.array_equal(runs[0][name], other[name]) for other in runs[1:]), name
 
 
-def test_plan_is_blind_to_the_draw():
+@pytest.mark.parametrize("upper_share", [None, 0.7], ids=str)
+def test_plan_is_blind_to_the_draw(upper_share):
     layer = make_layer(2000, 4, 64, sharpness=0.5, seed=9)
-    first, _ = run_layer(layer, 0.02)
+    first, _ = run_layer(layer, 0.02, upper_share=upper_share)
     sampled = torch.rand(layer.codes.shape) < 0.5
     levels = layer.codes & LEVEL_MASK
     codes = levels | ((sampled | (levels == 0)).to(torch.uint8) * RESIDENT_BIT)
     layer.codes, layer.rows = codes, layer.rows.gather(layer.keys, layer.values, codes)
     layer.row_positions = layer.resident.nonzero()[:, 1].int()
-    second, _ = run_layer(layer, 0.02)
+    second, _ = run_layer(layer, 0.02, upper_share=upper_share)
     for name in ("mask", "shrunk", "n_promoted", "bound", "known"):
         assert np.array_equal(first[name], second[name]), name
     assert not np.array_equal(first["n_fetched"], second["n_fetched"])

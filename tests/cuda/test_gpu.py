@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import DELTA
+from agreement import DELTA, UPPER_SHARES
 from problems import attend as attend_float64
 from problems import make_layer, solve
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 EPSILON = 0.05
 # CUDA's fast exp2 and log2: tokens whose drops are as close as this may change places, and k* may move by one.
 FAST_MATH = 1e-5
+sided = pytest.mark.parametrize("upper_share", UPPER_SHARES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -63,26 +64,30 @@ def test_step_agrees_with_float64(head_dim, n_rows, dtype):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 33, 4097, 30000])
-def test_plan_of_given_logits_agrees_with_float64(n_tokens):
+@sided
+def test_plan_of_given_logits_agrees_with_float64(upper_share, n_tokens):
     layer = make_layer(n_tokens, 4, 128, sharpness=0.5, seed=n_tokens)
     sealed, _, _, tail_lse = on_device(layer)
     logits = layer.query @ layer.keys.flatten(0, 1).float().mT * layer.scaling + 0.3 * torch.randn(2, 4, n_tokens)
     known, sigma2 = torch.rand(2, n_tokens) < 0.05, torch.rand(2, 4)
-    plan = plan_logits(sealed, logits.cuda(), tail_lse, EPSILON, DELTA, known.cuda(), sigma2.cuda())
-    answer = solve(logits, layer.tail_lse, layer.unit_codes, layout.safe_epsilon(EPSILON), DELTA, known, sigma2)
+    given = sealed, logits.cuda(), tail_lse, EPSILON, DELTA, known.cuda(), sigma2.cuda()
+    plan = plan_logits(*given, upper_share=upper_share)
+    given = logits, layer.tail_lse, layer.unit_codes, layout.safe_epsilon(EPSILON), DELTA, known, sigma2
+    answer = solve(*given, upper_share=upper_share)
     assert (plan.n_promoted.cpu().long() - answer.plan.n_promoted).abs().max() <= 1
     differs = unpack_bits(plan.promoted, n_tokens).cpu() != answer.plan.promoted.any(1)
     assert differs.sum() <= 2 * answer.plan.n_promoted.numel()
     torch.testing.assert_close(plan.error_bound.cpu().double(), answer.plan.error_bound, rtol=FAST_MATH, atol=1e-8)
 
 
-def test_no_plan_is_looser_than_epsilon_in_float64():
+@sided
+def test_no_plan_is_looser_than_epsilon_in_float64(upper_share):
     for seed in range(20):
         layer = make_layer(4000, 1, 128, sharpness=0.4, n_kv_heads=8, seed=seed)
         sealed, _, _, tail_lse = on_device(layer)
         logits = layer.query @ layer.keys.flatten(0, 1).float().mT * layer.scaling
-        plan = plan_logits(sealed, logits.cuda(), tail_lse, EPSILON, DELTA)
-        answer = solve(logits, layer.tail_lse, layer.unit_codes, EPSILON, DELTA)
+        plan = plan_logits(sealed, logits.cuda(), tail_lse, EPSILON, DELTA, upper_share=upper_share)
+        answer = solve(logits, layer.tail_lse, layer.unit_codes, EPSILON, DELTA, upper_share=upper_share)
         assert (answer.bound(unpack_bits(plan.promoted, 4000).cpu()[:, None]) < EPSILON).all()
 
 
@@ -91,7 +96,7 @@ def test_step_can_be_captured_in_a_graph():
     sealed, sketch, query, tail_lse = on_device(layer)
 
     def step():
-        plan = plan_rope_pair(sealed, sketch, query, tail_lse, layer.scaling, EPSILON, DELTA, 128)
+        plan = plan_rope_pair(sealed, sketch, query, tail_lse, layer.scaling, EPSILON, DELTA, 128, upper_share=0.7)
         return attend(sealed, plan, query, layer.scaling)
 
     stream = torch.cuda.Stream()

@@ -59,7 +59,20 @@ def test_its_checks_pass_over_the_emulator(script, monkeypatch):
     monkeypatch.setattr(operators, "n_multiprocessors", lambda device: 2)
     cases = ((900, 0.05), (4500, 0.01))
     found = script.check_kernels(script.TINY[0], torch.bfloat16, torch.device("cpu"), cases)
-    assert [check["n_tokens"] for check in found] == [900, 4500]
+    settings = [(check["n_tokens"], check["upper_share"]) for check in found]
+    assert settings == [(900, None), (900, 0.7), (4500, None), (4500, 0.7)]
     for check in found:
         assert check["k_differs"] == check["union_differs"] == check["shrinkage_differs"] == 0
         assert check["output_error"] < 1e-5
+
+
+@needs_compiler
+def test_its_contexts_agree_over_the_emulator(script, emulated_device):
+    found = script.check_contexts(script.TINY[0], torch.bfloat16, torch.device("cpu"), 900)
+    settings = [(check["n_queries"], check["upper_share"]) for check in found]
+    assert settings == [(1, None), (1, 0.7), (4, None), (4, 0.7)] and emulated_device.count("vk_settle") == 4
+    for check in found:
+        assert check["by_kernels"] and check["output_error"] < 1e-5 and check["bound_error"] < 1e-5
+        assert check["shortlisted"][0] == check["shortlisted"][1] > 0
+        for name in ("promoted", "fetched"):
+            assert check[name][0] > 0 and abs(check[name][0] - check[name][1]) <= 2

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from agreement import DELTA, needs_compiler
+from agreement import DELTA, UPPER_SHARES, needs_compiler
 from emulator import emulator
 from problems import attend as attend_float64
 from problems import make_layer, solve
@@ -16,6 +16,7 @@ from verkv.sketches import RopePairSketch
 
 pytestmark = needs_compiler
 EPSILON = 0.05
+sided = pytest.mark.parametrize("upper_share", UPPER_SHARES, ids=str)
 
 
 @pytest.fixture
@@ -52,14 +53,14 @@ def device_layer(layer, **changes) -> DeviceLayer:
     return DeviceLayer(**tensors | changes)
 
 
-def rope_pair_plan(layer, n_shortlist=16, **options):
+def rope_pair_plan(layer, n_shortlist=16, epsilon=EPSILON, **options):
     return plan_rope_pair(
         device_layer(layer),
         rope_pair_tensors(layer.sketch),
         layer.query,
         layer.tail_lse,
         layer.scaling,
-        EPSILON,
+        epsilon,
         DELTA,
         n_shortlist,
         **options,
@@ -80,12 +81,23 @@ def check_step(layer, plan, scaling):
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)])
-def test_decode_step(on_emulator, head_dim, dtype):
+@sided
+def test_decode_step(on_emulator, upper_share, head_dim, dtype):
     layer = make_layer(1500, 3, head_dim, dtype, n_contexts=2, n_padding=200, sharpness=0.5, seed=1)
-    plan = rope_pair_plan(layer)
+    plan = rope_pair_plan(layer, upper_share=upper_share)
     check_step(layer, plan, layer.scaling)
     assert (plan.n_shortlisted > 0).all() and plan.n_fetched.any()
     assert on_emulator == ["vk_score", "vk_shortlist", "vk_plan", "vk_emit", "vk_settle", "vk_attend"]
+
+
+@pytest.mark.parametrize("paper", [False, True], ids=["blind", "paper"])
+def test_only_the_bound_depends_on_the_sides(on_emulator, paper):
+    """Equal parts are never above Eq. (7) and promote no more; shrinkage and shortlist are the same."""
+    layer = make_layer(1500, 3, 64, sharpness=0.5, seed=1)
+    whole, sides = (rope_pair_plan(layer, epsilon=0.3, paper=paper, upper_share=share) for share in (None, 0.5))
+    assert torch.equal(whole.shrunk, sides.shrunk) and torch.equal(whole.n_shortlisted, sides.n_shortlisted)
+    assert (sides.error_bound < whole.error_bound).all() and (sides.n_promoted <= whole.n_promoted).all()
+    assert (sides.n_promoted < whole.n_promoted).any() and not (sides.promoted & ~whole.promoted).any()
 
 
 def test_question_pass_copies_fetched_rows_once(on_emulator):
@@ -94,21 +106,24 @@ def test_question_pass_copies_fetched_rows_once(on_emulator):
     assert on_emulator[-2:] == ["vk_gather", "vk_attend"]
 
 
-def test_rows_planned_in_chunks_make_one_union(on_emulator, monkeypatch):
+@pytest.mark.parametrize("upper_share", [None, 0.7], ids=str)
+def test_rows_planned_in_chunks_make_one_union(on_emulator, monkeypatch, upper_share):
     layer = make_layer(1500, 11, 64, sharpness=0.5, seed=3)
-    whole = rope_pair_plan(layer, n_shortlist=0)
+    whole = rope_pair_plan(layer, n_shortlist=0, upper_share=upper_share)
     monkeypatch.setattr(launch, "MAX_PLANNED_PAIRS", 2 * 1500 * 4)
     on_emulator.clear()
-    parts = rope_pair_plan(layer, n_shortlist=0)
+    parts = rope_pair_plan(layer, n_shortlist=0, upper_share=upper_share)
     assert on_emulator.count("vk_plan") == 3
     for name in ("promoted", "shrunk", "n_promoted", "n_row_fetched", "error_bound", "n_fetched"):
         assert torch.equal(getattr(whole, name), getattr(parts, name)), name
     check_step(layer, parts, layer.scaling)
-    check_step(layer, rope_pair_plan(layer), layer.scaling)  # and with a shortlist for each chunk
+    shortlisted = rope_pair_plan(layer, upper_share=upper_share)  # and with a shortlist for each chunk
+    check_step(layer, shortlisted, layer.scaling)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_plan_of_given_logits(on_emulator, monkeypatch, chunked):
+@sided
+def test_plan_of_given_logits(on_emulator, monkeypatch, upper_share, chunked):
     """Any logits, with known tokens and an error variance: the float64 plan at the tolerance that is handed over."""
     if chunked:
         monkeypatch.setattr(launch, "MAX_PLANNED_PAIRS", 2 * 1500 * 2)
@@ -116,9 +131,11 @@ def test_plan_of_given_logits(on_emulator, monkeypatch, chunked):
     logits = layer.query @ layer.keys.flatten(0, 1).float().mT * layer.scaling + 0.3 * torch.randn(2, 5, 1500)
     known, sigma2 = torch.rand(2, 1500) < 0.05, torch.rand(2, 5)
     rows = torch.full((2, 5), EPSILON) if chunked else EPSILON  # one tolerance for all, or one for each
-    plan = plan_logits(device_layer(layer), logits, layer.tail_lse, rows, DELTA, known, sigma2)
-    epsilon = layout.safe_epsilon(EPSILON)
-    answer = solve(logits, layer.tail_lse, layer.unit_codes, epsilon, DELTA, known, sigma2)
+    given = device_layer(layer), logits, layer.tail_lse, rows, DELTA, known, sigma2
+    plan = plan_logits(*given, upper_share=upper_share)
+    given = logits, layer.tail_lse, layer.unit_codes, layout.safe_epsilon(EPSILON), DELTA, known, sigma2
+    answer = solve(*given, upper_share=upper_share)
+    torch.testing.assert_close(plan.error_bound.double(), answer.plan.error_bound, rtol=layout.BOUND_MARGIN, atol=0)
     assert torch.equal(plan.n_promoted.long(), answer.plan.n_promoted)
     assert torch.equal(unpack_bits(plan.promoted, 1500), answer.plan.promoted.any(1))
     assert torch.equal(unpack_bits(plan.shrunk, 1500), answer.shrinkage < 1)
@@ -131,7 +148,8 @@ def test_step_is_one_graph_for_compile(on_emulator):
     sealed, sketch = device_layer(layer), rope_pair_tensors(layer.sketch)
 
     def step(query):
-        plan = plan_rope_pair(sealed, sketch, query, layer.tail_lse, layer.scaling, EPSILON, DELTA, 16)
+        given = sealed, sketch, query, layer.tail_lse, layer.scaling, EPSILON, DELTA, 16
+        plan = plan_rope_pair(*given, upper_share=0.7)
         return launch.attend(sealed, plan, query, layer.scaling)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -201,9 +219,11 @@ def test_bad_queries_sketches_and_options_are_refused(on_emulator):
     layer = make_layer(200, 2, 64)
     sealed, sketch = device_layer(layer), rope_pair_tensors(layer.sketch)
 
-    def plan(query=layer.query, tail_lse=layer.tail_lse, n_shortlist=4, epsilon=EPSILON, delta=DELTA, **parts):
-        parts = sketch | parts
-        return plan_rope_pair(sealed, parts, query, tail_lse, layer.scaling, epsilon, delta, n_shortlist)
+    def plan(
+        query=layer.query, tail_lse=layer.tail_lse, n_shortlist=4, epsilon=EPSILON, delta=DELTA, share=None, **parts
+    ):
+        given = sealed, sketch | parts, query, tail_lse, layer.scaling, epsilon, delta, n_shortlist
+        return plan_rope_pair(*given, upper_share=share)
 
     for message, arguments in {
         "query must be torch.float32": {"query": layer.query.half()},
@@ -214,6 +234,8 @@ def test_bad_queries_sketches_and_options_are_refused(on_emulator):
         r"n_shortlist must be in \[0, 1024\]": {"n_shortlist": 1025},
         "epsilon must be > 0": {"epsilon": 0.0},
         r"delta must be in \(0, 1\)": {"delta": 1.0},
+        r"upper_share must be in \(0, 1\), got 0\.0": {"share": 0.0},
+        r"upper_share must be in \(0, 1\), got 1\.0": {"share": 1.0},
         "channels.* must be torch.uint8": {"channels": sketch["channels"].short()},
         "zero.* must have shape": {"zero": sketch["zero"][:, :1].contiguous()},
     }.items():
@@ -222,6 +244,8 @@ def test_bad_queries_sketches_and_options_are_refused(on_emulator):
     with pytest.raises(ValueError, match=r"known must be torch\.bool"):
         logits = torch.zeros(2, 2, 200)
         plan_logits(sealed, logits, layer.tail_lse, EPSILON, DELTA, torch.zeros(2, 200, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="upper_share must be in"):
+        plan_logits(sealed, torch.zeros(2, 2, 200), layer.tail_lse, EPSILON, DELTA, upper_share=1.5)
     longer = dataclasses.replace(plan(), n_promoted=torch.zeros(2, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="plan is of rows"):
         launch.attend(sealed, longer, layer.query, layer.scaling)

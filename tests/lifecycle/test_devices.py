@@ -330,7 +330,7 @@ def test_the_pretended_device_refuses_what_mps_refuses(elsewhere):
 
 
 @pytest.mark.parametrize("kind", PRESSES_ELSEWHERE)
-def test_a_device_without_float64_gives_what_the_cpu_gives(tiny_model, request, kind):
+def test_a_device_without_float64_gives_what_the_cpu_gives(tiny_model, request, by_torch, kind):
     """The same sample is drawn and the same tokens are fetched; nothing is left on the CPU but the host tier."""
     model = tiny_model("llama", "eager", num_hidden_layers=2)
     torch.manual_seed(0)
@@ -405,7 +405,7 @@ PRESSES_PLACED = {kind: make for kind, make in PRESSES_ELSEWHERE.items() if kind
 
 
 @pytest.mark.parametrize("kind", PRESSES_PLACED)
-def test_layers_on_two_devices(tiny_model, request, kind):
+def test_layers_on_two_devices(tiny_model, request, by_torch, kind):
     model = tiny_model("llama", "eager")
     torch.manual_seed(0)
     expected, _ = use(model, PRESSES_PLACED[kind]())

@@ -63,7 +63,7 @@ def codes_of(cache, layer):
 
 @pytest.mark.parametrize("name", PRESSES)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_padding_is_neither_sampled_nor_fetched(tiny_model, monkeypatch, kind, name):
+def test_padding_is_neither_sampled_nor_fetched(tiny_model, monkeypatch, by_torch, kind, name):
     """Seen where rows are read: every row of the sample, and every row that the host is asked for."""
     model, read, sampled = tiny_model(kind), [], []
     cache, mask = prefilled(model, make_rows())

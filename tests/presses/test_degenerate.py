@@ -86,7 +86,10 @@ def test_a_sketch_that_cannot_code_the_keys_reads_everything_and_says_so(keys):
     _, records = decode(press, cache)
     exact = sum(record.exact_heads for record in records)
     assert exact > 0 and press.stats.exact_rate("decode") == exact / (4 * KV_HEADS)
-    assert press.stats.relative_errors().max() < 1e-4 or exact < 4 * KV_HEADS
+    # What is exact is off by the rounding of the logits, of which the largest is at most |q| |k| / sqrt(d).
+    keys, query = cache.layers[0].context.host.keys.norm(dim=-1), draw(1, HEADS, 1, D, seed=10).norm(dim=-1)
+    rounding = 4.0 * torch.finfo(torch.float32).eps * float(keys.max() * query.max()) * D**-0.5
+    assert press.stats.relative_errors().max() < rounding < 0.01 or exact < 4 * KV_HEADS
     assert press.stats.summary()["decode_exact_rate"] > 0
 
 

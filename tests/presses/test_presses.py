@@ -27,6 +27,8 @@ from verkv import FastKVzipPress, KVzipPress, PoissonCompPress, VerKVPress, make
 from verkv.context import SealedContext
 from verkv.presses.prompt import left_padding, shared_prompts
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 PRESSES = [PoissonCompPress, VerKVPress]
 
 

@@ -76,7 +76,8 @@ def records_of(context):
 
 
 @pytest.mark.parametrize("config", ["sample_only", "exact"])
-def test_segments_equal_one_seal_with_the_same_codes(config):
+def test_segments_equal_one_seal_with_the_same_codes(config, by_torch):
+    """Bit by bit, if the same code serves both: loops serve contexts in one piece only."""
     p, options = Problem(), CONFIGS[config]
     whole, grown = (p.sealed(ends, audit=True, **options) for ends in (ENDS[-1:], ENDS))
     assert torch.equal(p.attend(grown), p.attend(whole))

@@ -14,6 +14,8 @@ from transformers import DynamicCache
 import verkv
 from verkv import FastKVzipPress, PoissonCompPress, VerKVPress, streaming, tiers
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 def hidden_states_of(model, run):
     """The last hidden states of every forward pass that is as long as a chunk."""

@@ -18,6 +18,8 @@ from verkv.presses.budget import BudgetTooSmall
 from verkv.presses.session import N_TAIL_QUERIES
 from verkv.sketches import RopePairSketch
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 def talk(model, press, ids, cache, lengths, by_hand=False):
     """Passes of the given lengths inside the block, and resealing after every turn if that is by hand; logits."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from verkv.bench.settings import BenchSettings
 from verkv.bench.timing import Comparison, compare
 from verkv.estimators import binary_shrinkage, decode_inclusion_probs, fetch_plan, linear_plan
+from verkv.estimators.compiled_plan import compiled_plan, compiles
 
 DELTA = 0.1
 SHAPES = [(8, 4, 8_192), (8, 4, 32_768), (8, 4, 131_072), (1, 4, 1_048_576)]  # KV heads, query heads of each, tokens
@@ -40,11 +41,17 @@ def run(settings: BenchSettings) -> list[Comparison]:
             shrinkage = binary_shrinkage(weights, r, everywhere)
             return fetch_plan(weights, r, shrinkage, everywhere, denominator, settings.epsilon, DELTA)
 
+        def decide_compiled(logits=logits, r=r, residual=residual):
+            weights, denominator = _weights(logits)
+            return compiled_plan(weights, r, residual, denominator, settings.epsilon, DELTA)
+
         cases = {
             "one torch.sort": lambda logits=logits: torch.sort(logits, dim=-1),
             "decide, linear": decide_linear,
             "decide, reference (sorts)": decide_by_sorting,
         }
+        if logits.is_cpu and compiles():
+            cases["decide, compiled"] = decide_compiled
         n_heads, group, n_tokens = shape
         comparison = compare(
             f"decide: {n_heads * group} rows x {n_tokens:,} tokens",
@@ -63,6 +70,8 @@ def run(settings: BenchSettings) -> list[Comparison]:
             "promoted": float(plan.n_promoted.double().mean() / n_tokens),
             "most tokens promoted beyond the reference": int((plan.n_promoted - reference.n_promoted).max()),
         }
+        if "decide, compiled" in cases:
+            facts["ns per row and token, compiled"] = 1e9 * comparison.median("decide, compiled") / logits.numel()
         comparisons.append(dataclasses.replace(comparison, facts=facts))
     return comparisons
 

@@ -2,14 +2,18 @@
 
 import copy
 import dataclasses
+import os
+from unittest import mock
 
 import torch
 
 from verkv.bench.prefix import Prefix
 from verkv.bench.settings import BenchSettings
 from verkv.bench.timing import Comparison, compare
+from verkv.estimators.compiled_plan import compiles
 
 DENSE = "dense"
+WITHOUT_LOOPS = ", torch alone"  # where loops serve sealed layers on a CPU, the same without them
 
 
 @torch.inference_mode()
@@ -28,8 +32,10 @@ def run(settings: BenchSettings, prefix: Prefix) -> list[Comparison]:
     """
     caches = {DENSE: copy.deepcopy(prefix.cache)}
     presses = prefix.presses(settings)
+    if settings.torch_device.type == "cpu" and compiles():
+        presses |= {name + WITHOUT_LOOPS: press for name, press in prefix.presses(settings).items()}
     caches |= {name: prefix.sealed(press) for name, press in presses.items()}
-    steps = {name: lambda cache=cache: _step(prefix, cache) for name, cache in caches.items()}
+    steps = {name: lambda name=name, cache=cache: _step(prefix, name, cache) for name, cache in caches.items()}
     comparison = compare(
         f"decode step at {prefix.context_ids.shape[1]:,} tokens",
         steps,
@@ -76,5 +82,6 @@ def traffic(stats, row_bytes: int) -> dict[str, float]:
     }
 
 
-def _step(prefix: Prefix, cache) -> None:
-    prefix.model(input_ids=prefix.next_token, past_key_values=cache)
+def _step(prefix: Prefix, name: str, cache) -> None:
+    with mock.patch.dict(os.environ, {"VERKV_COMPILED": "0"} if name.endswith(WITHOUT_LOOPS) else {}):
+        prefix.model(input_ids=prefix.next_token, past_key_values=cache)

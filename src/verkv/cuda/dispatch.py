@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from verkv.cuda.build import MIN_CAPABILITY, CudaUnavailable, check, driver_bindings, load_kernels, nvrtc_bindings
-from verkv.cuda.layout import HEAD_DIMS, MAX_TOKENS, tile_of
+from verkv.cuda.layout import HEAD_DIMS, MAX_GRID_Y, MAX_TOKENS, tile_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -57,7 +57,13 @@ def select_backend(
     value_dim: int,
     dtype: torch.dtype,
     n_tokens: int,
+    n_units: int = 1,
     shrinkage: str = "binary",
+    target: str = "denominator",
+    key_rounds: int = 0,
+    n_segments: int = 1,
+    is_coded: bool = False,
+    is_whole: bool = True,
     is_pinned: bool = True,
 ) -> str:
     """Which implementation serves a sealed layer.
@@ -74,8 +80,20 @@ def select_backend(
         Of keys and values.
     n_tokens : int
         Length of the context.
+    n_units : int
+        KV heads of all contexts of the batch.
     shrinkage : {"binary", "optimal"}
         The kernels have the first.
+    target : {"denominator", "output"}
+        What the plan bounds; the kernels bound the first.
+    key_rounds : int
+        How often the plan is made again with promoted keys; the kernels plan once.
+    n_segments : int
+        Stretches of tokens, each in host memory of its own; the kernels read one.
+    is_coded : bool
+        Whether the host keeps coded rows, which a kernel cannot read in place.
+    is_whole : bool
+        Whether the host's copy is contiguous: not the beginning of a longer one.
     is_pinned : bool
         Whether the host's copy is in pinned memory, which alone a kernel can read.
 
@@ -93,16 +111,56 @@ def select_backend(
         raise ValueError(f"VERKV_CUDA must be 0 (torch only) or 1, got {wanted!r}")
     if wanted == "0" or device.type != "cuda":
         return "torch"
-    reason = unavailable_because(torch.cuda.current_device() if device.index is None else device.index)
-    reason = reason or unsupported_because(key_dim, value_dim, dtype, n_tokens)
-    if not reason and shrinkage != "binary":
-        reason = f"they have binary shrinkage only, not {shrinkage!r}"
-    if not reason and not is_pinned:
-        reason = "the context is not in pinned host memory"
+    reason = (
+        unavailable_because(_index(device))
+        or unsupported_because(key_dim, value_dim, dtype, n_tokens, n_units)
+        or _unplanned_because(shrinkage, target, key_rounds)
+        or _unreadable_because(n_segments, is_coded, is_whole, is_pinned)
+    )
     if not reason:
         return "cuda"
-    _warn_once(f"VerKV's CUDA kernels are not used: {reason}. torch serves these layers, more slowly")
+    warn_once(reason)
     return "torch"
+
+
+def warn_once(reason: str) -> None:
+    """Say why torch serves what the kernels would be expected to; once a process for each reason."""
+    _warn_once(f"VerKV's CUDA kernels are not used: {reason}. torch serves these layers, more slowly")
+
+
+def can_launch(device: torch.device, head_dim: int, n_rows: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels of a pass are compiled and loaded, which happens here at its first use; warns if not.
+
+    Parameters
+    ----------
+    device : torch.device
+    head_dim : int
+    n_rows : int
+        Query rows of a KV head in the pass.
+    dtype : torch.dtype
+        Of keys and values.
+
+    Returns
+    -------
+    bool
+    """
+    reason = _unloaded_because(_index(device), head_dim, tile_of(n_rows), dtype == torch.float16)
+    if reason:
+        warn_once(reason)
+    return not reason
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache  # a failure, too: compiling again at every layer of every step would take seconds each
+def _unloaded_because(device_index: int, head_dim: int, tile: int, fp16: bool) -> str:
+    try:
+        load_kernels(device_index, head_dim, tile, fp16)
+    except CudaUnavailable as error:
+        return str(error)
+    return ""
 
 
 @functools.cache
@@ -130,7 +188,7 @@ def _reads_registered_memory(device_index: int) -> bool:
     return bool(check(driver, driver.cuDeviceGetAttribute(attribute, device)))
 
 
-def unsupported_because(key_dim: int, value_dim: int, dtype: torch.dtype, n_tokens: int) -> str:
+def unsupported_because(key_dim: int, value_dim: int, dtype: torch.dtype, n_tokens: int, n_units: int = 1) -> str:
     """Why a layer's shape cannot be served by the kernels; empty if it can. Groups of any size can."""
     if key_dim not in HEAD_DIMS or value_dim != key_dim:
         return f"head dims must be equal and one of {HEAD_DIMS}, got {key_dim} for keys and {value_dim} for values"
@@ -138,7 +196,29 @@ def unsupported_because(key_dim: int, value_dim: int, dtype: torch.dtype, n_toke
         return f"keys and values must be bfloat16 or float16, got {dtype}"
     if n_tokens > MAX_TOKENS:
         return f"a context of {n_tokens} tokens is longer than {MAX_TOKENS}"
+    if n_units > MAX_GRID_Y:
+        return f"a batch with {n_units} KV heads in all has more than {MAX_GRID_Y}"
     return ""
+
+
+def _unplanned_because(shrinkage: str, target: str, key_rounds: int) -> str:
+    """Why the kernels cannot make the plan that is asked for; empty if they can."""
+    if target != "denominator":
+        return f"they bound the denominator, not the {target} (target={target!r})"
+    if shrinkage != "binary":
+        return f"they have binary shrinkage only, not {shrinkage!r}"
+    return f"they plan once, without key_rounds={key_rounds}" if key_rounds else ""
+
+
+def _unreadable_because(n_segments: int, is_coded: bool, is_whole: bool, is_pinned: bool) -> str:
+    """Why the kernels cannot read the host's copy of the context in place; empty if they can."""
+    if n_segments != 1:
+        return "they read one stretch of host memory, and the context was sealed in several segments"
+    if is_coded:
+        return "they read rows in place, and the host keeps them coded"
+    if not is_whole:
+        return "the context is the beginning of a longer stretch of host memory"
+    return "" if is_pinned else "the context is not in pinned host memory"
 
 
 @functools.cache

@@ -64,13 +64,19 @@ __device__ __forceinline__ float half_to_float(u16 bits) {
 #define GREEDY 1
 #define EVERYTHING 2            // NaN or an empty denominator: no bound can be trusted, all is made exact
 
+// How far tokens can lift the estimate of the denominator, and how far they can lower it. Eq. (7) takes the larger of
+// both for either side.
+struct Sides {
+  float above, below;
+};
+
 struct RowState {
   float peak, sigma2, denominator, root, scaled_dev;  // scaled_dev = b l / 3, root = sqrt(scaled_dev^2 + 2 V l)
   float variance, dev, second_dev;                    // V, b and the runner-up of b
   double base_bias, base_variance;                    // sums over the bins below the boundary bin
-  float base_dev, epsilon;
+  Sides base_dev;
+  float epsilon;
   int top, bin, mode;                                 // token with the largest deviation; boundary bin
-  int unused;                                         // pads to a multiple of eight bytes
 };
 
 struct Params {
@@ -109,7 +115,7 @@ struct Params {
   int* n_boundary;              // (N, rows, 2)
   double* part_denominator;     // (N, rows, chunks)
   u32* part_variance;           // (N, rows, chunks, BINS)
-  u32* part_dev;
+  u32* part_dev;                // (N, rows, chunks, 2, BINS) of the upper and the lower side
   RowState* state;              // (N, rows)
   u32* mask;                    // (N, words) union of the promoted sets
   u32* shrunk;                  // (N, rows_all, words) lambda = r
@@ -130,6 +136,7 @@ struct Params {
   int accumulate;               // OR into mask instead of starting it
   int compact;                  // settle lists the rows to fetch: in the last launch of a pass
   float scaling, log_term, epsilon;
+  float log_upper, log_lower;   // l of the two sides, where they are bounded apart; 0 for Eq. (7)
   float max_read;               // share of a unit's tokens above which all residual ones are promoted
 };
 
@@ -211,16 +218,36 @@ __device__ T block_prefix(T value, T* scratch) {  // inclusive, in thread order
   return value;
 }
 
-__device__ float block_prefix_max(float value, float* scratch) {
+__device__ __forceinline__ Sides larger(Sides a, Sides b) {
+  Sides top = {fmaxf(a.above, b.above), fmaxf(a.below, b.below)};
+  return top;
+}
+__device__ Sides block_prefix_max(Sides value, Sides* scratch) {
   const int lane = threadIdx.x & 31;
   for (int o = 1; o < 32; o <<= 1) {
-    float left = __shfl_up_sync(ALL_LANES, value, o);
-    if (lane >= o) value = fmaxf(value, left);
+    Sides left;
+    left.above = __shfl_up_sync(ALL_LANES, value.above, o);
+    left.below = __shfl_up_sync(ALL_LANES, value.below, o);
+    if (lane >= o) value = larger(value, left);
   }
   __syncthreads();
   if (lane == 31) scratch[threadIdx.x >> 5] = value;
   __syncthreads();
-  for (int i = 0; i < (int)(threadIdx.x >> 5); i++) value = fmaxf(value, scratch[i]);
+  for (int i = 0; i < (int)(threadIdx.x >> 5); i++) value = larger(value, scratch[i]);
+  return value;
+}
+
+__device__ Sides block_max(Sides value, Sides* scratch) {
+  for (int o = 16; o; o >>= 1) {
+    Sides other;
+    other.above = __shfl_xor_sync(ALL_LANES, value.above, o);
+    other.below = __shfl_xor_sync(ALL_LANES, value.below, o);
+    value = larger(value, other);
+  }
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = value;
+  __syncthreads();
+  for (int i = 0; i < WARPS; i++) value = larger(value, scratch[i]);
   return value;
 }
 
@@ -572,17 +599,23 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_shortlist(const Params p)
 
 // ---- terms of one token ---------------------------------------------------------------------------------------------
 
-// What depends on the level alone.
+// What depends on the level alone: r, 1 / r, log2((1 - r) / r), and a token's deviations as parts of lambda w / r and
+// as log2 of parts of w. Above is (1 - r) of lambda w / r and below is r of it; Eq. (7) has the larger of both in either.
 struct Level {
-  float r, inverse, log_odds, log_spread;  // r, 1 / r, log2((1 - r) / r), log2(max(r, 1 - r) / r)
+  float r, inverse, log_odds;
+  Sides part, log_dev;
 };
-__device__ __forceinline__ void fill_levels(Level* levels) {
+__device__ __forceinline__ void fill_levels(Level* levels, bool sided) {
   if (threadIdx.x > LEVEL) return;
   Level level;
   level.r = exp2f(-0.125f * threadIdx.x);
   level.inverse = exp2f(0.125f * threadIdx.x);
   level.log_odds = threadIdx.x ? log2f((1 - level.r) * level.inverse) : -VK_INF;
-  level.log_spread = log2f(fmaxf(level.r, 1 - level.r) * level.inverse);
+  const float larger_part = fmaxf(level.r, 1 - level.r), log_larger = log2f(larger_part * level.inverse);
+  level.part.above = sided ? 1 - level.r : larger_part;
+  level.part.below = sided ? level.r : larger_part;
+  level.log_dev.above = sided ? level.log_odds : log_larger;
+  level.log_dev.below = sided ? 0 : log_larger;
   levels[threadIdx.x] = level;
 }
 
@@ -593,26 +626,39 @@ __device__ __forceinline__ float plan_log2(float logit, float peak, float sigma2
 }
 
 struct Terms {
-  float bias, variance, dev;
+  float bias, variance;
+  Sides dev;
 };
+__device__ __forceinline__ float larger_of(Sides dev) { return fmaxf(dev.above, dev.below); }
 __device__ __forceinline__ Terms token_terms(float x, const Level& level, bool shrunk) {
   const float w = exp2f(x), kept = shrunk ? w : w * level.inverse;  // lambda w / r
   Terms terms;
   terms.bias = shrunk ? w * (1 - level.r) : 0;
   terms.variance = kept * kept * level.r * (1 - level.r);
-  terms.dev = kept * fmaxf(level.r, 1 - level.r);
+  terms.dev.above = kept * level.part.above;
+  terms.dev.below = kept * level.part.below;
   return terms;
 }
 
-__device__ __forceinline__ double certificate(double bias, double variance, double dev, float log_term, double D) {
+__device__ __forceinline__ bool is_sided(const Params& p) { return p.log_upper > 0; }
+__device__ __forceinline__ double bernstein(double bias, double variance, double dev, float log_term, double D) {
   const double scaled = dev * log_term * (1.0 / 3.0);
   return (bias + scaled + sqrt(scaled * scaled + 2.0 * variance * log_term)) / D;
 }
-__device__ __forceinline__ bool fails(double bias, double variance, double dev, float log_term, const RowState& s) {
-  return !(certificate(bias, variance, dev, log_term, s.denominator) < s.epsilon);  // a NaN fails
+// Eq. (7), or the larger of the bounds of the two sides; the bias only ever makes the estimate too small.
+__device__ __forceinline__ double certificate(double bias, double variance, Sides dev, const Params& p, double D) {
+  if (!is_sided(p)) return bernstein(bias, variance, dev.below, p.log_term, D);
+  const double upper = bernstein(0, variance, dev.above, p.log_upper, D);
+  const double lower = bernstein(bias, variance, dev.below, p.log_lower, D);
+  return upper > lower ? upper : lower;  // only D can be NaN, and then both are
+}
+__device__ __forceinline__ bool fails(double bias, double variance, Sides dev, const Params& p, const RowState& s) {
+  return !(certificate(bias, variance, dev, p, s.denominator) < s.epsilon);  // a NaN fails
 }
 
-// The greedy order needs no drop g of the bound: at lambda = 1 it grows with v = w^2 (1 - r) / r whatever the sums
+// The order is that of Eq. (9) however the sides are bounded: V, b and l of Eq. (7), b the larger deviation.
+//
+// It needs no drop g of the bound: at lambda = 1 it grows with v = w^2 (1 - r) / r whatever the sums
 // are, so log2 v is the key. Shrunk tokens and the one with the largest deviation are special: they get the key at
 // which an ordinary token would have the same drop, v = g (2 root - g) / (2 l). No ordinary token has g > root; beyond
 // it the key goes on growing with g.
@@ -676,7 +722,7 @@ __device__ RowView view_row(const Params& p, int unit, int row, const Level* lev
 // A token that shrinks also passes the shrinkage walk over any subset of the tokens. So each chunk lists a superset of
 // its tokens that shrink (and its largest deviation among the rest), and the last block of a row finishes the walk
 // over these lists. All other tokens surely have lambda = 1 and enter a histogram of log2 v with the sum of v and the
-// largest deviation of each bin.
+// largest deviations of each bin.
 
 struct Candidate {
   int token;
@@ -796,11 +842,19 @@ __device__ u64 shrinkage_walk(const CandidateList& list, WalkScratch& m) {
 }
 
 struct ChunkScratch {
-  u32 gain[BINS], variance[BINS], dev[BINS];
+  u32 gain[BINS], variance[BINS], above[BINS], below[BINS];
 };
-union PlanScratch {  // the two halves of plan never need theirs at the same time
+struct BoundaryScratch {
+  u64 variance[BINS], bias[BINS];
+  u32 above[BINS], below[BINS];
+  Sides kept[BINS];
+  double scan[WARPS];
+  int bin, n_special;
+};
+union PlanScratch {  // the three parts of plan never need theirs at the same time
   ChunkScratch chunk;
   WalkScratch walk;
+  BoundaryScratch boundary;
 };
 
 extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
@@ -808,8 +862,10 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
   __shared__ Level levels[LEVEL + 1];
   __shared__ Candidate staged[STAGED];
   __shared__ float scratch[3 * WARPS];
+  __shared__ Sides scratch_sides[WARPS];
   __shared__ double scratch_double[WARPS];
   __shared__ int scan[WARPS], shared_int[2];
+  const bool sided = is_sided(p);
   const int tid = threadIdx.x, unit = blockIdx.y / p.n_rows, row = blockIdx.y % p.n_rows;
   const int begin = blockIdx.x * CHUNK, n_chunks = gridDim.x, n_words = (p.n_tokens + 31) / 32;
   const size_t global_row = (size_t)unit * p.rows_all + p.first_row + row, local_row = blockIdx.y;
@@ -821,8 +877,8 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
   int* candidates = p.candidates + local_row * p.n_tokens;
   u32* shrunk = p.shrunk + global_row * n_words;
   int* cursor = &p.tickets[gridDim.y + local_row];
-  fill_levels(levels);
-  m.chunk.gain[tid] = m.chunk.variance[tid] = m.chunk.dev[tid] = 0;
+  fill_levels(levels, sided);
+  m.chunk.gain[tid] = m.chunk.variance[tid] = m.chunk.above[tid] = m.chunk.below[tid] = 0;
   if (tid == 0) shared_int[0] = 0;
   for (int w = begin / 32 + tid; w < min(n_words, (begin + CHUNK) / 32); w += NT) shrunk[w] = 0;
   __syncthreads();
@@ -872,7 +928,7 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
       mine++;
       continue;
     }
-    const TopTwo one = {x + level.log_spread, -VK_INF, begin + i * NT + tid};
+    const TopTwo one = {x + larger_of(level.log_dev), -VK_INF, begin + i * NT + tid};
     top = top_two(top, one);
   })
   top = block_top_two(top, scratch);
@@ -890,11 +946,14 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
     const float log_v = 2 * x + level.log_odds;
     const int bin = log_bin(log_v);
     atomicAdd(&m.chunk.variance[bin], fixed32(exp2f(log_v - bin_top(bin))));
-    atomicMax(&m.chunk.dev[bin], __float_as_uint(exp2f(x + level.log_spread)));
+    atomicMax(&m.chunk.above[bin], __float_as_uint(exp2f(x + level.log_dev.above)));
+    if (sided) atomicMax(&m.chunk.below[bin], __float_as_uint(exp2f(x + level.log_dev.below)));
   })
   __syncthreads();
-  p.part_variance[(local_row * n_chunks + blockIdx.x) * BINS + tid] = m.chunk.variance[tid];
-  p.part_dev[(local_row * n_chunks + blockIdx.x) * BINS + tid] = m.chunk.dev[tid];
+  const size_t part = local_row * n_chunks + blockIdx.x;
+  p.part_variance[part * BINS + tid] = m.chunk.variance[tid];
+  p.part_dev[2 * part * BINS + tid] = m.chunk.above[tid];
+  p.part_dev[(2 * part + 1) * BINS + tid] = sided ? m.chunk.below[tid] : m.chunk.above[tid];
   if (tid == 0) p.part_denominator[local_row * n_chunks + blockIdx.x] = chunk_denominator;
   if (!is_last_block(&p.tickets[local_row], n_chunks, &shared_int[0])) return;
 
@@ -921,24 +980,28 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
   // --- totals and the certificate ---
   double bias = 0, variance = 0;
   TopTwo dev = {0, 0, NOBODY};
+  Sides sides = {0, 0};
   EACH_CANDIDATE({
     bias += terms.bias, variance += terms.variance;
-    const TopTwo one = {terms.dev, 0, c.token};
-    dev = top_two(dev, one);
+    const TopTwo one = {larger_of(terms.dev), 0, c.token};
+    dev = top_two(dev, one), sides = larger(sides, terms.dev);
     if (shrinks) set_bit(shrunk, c.token);
   })
   bias = block_sum(bias, scratch_double);
   variance = block_sum(variance, scratch_double);
   u64 fixed = 0;
-  u32 bin_dev_bits = 0;
+  u32 above_bits = 0, below_bits = 0;
   for (int c = 0; c < n_chunks; c++) {
-    fixed += p.part_variance[(local_row * n_chunks + c) * BINS + tid];
-    bin_dev_bits = max(bin_dev_bits, p.part_dev[(local_row * n_chunks + c) * BINS + tid]);
+    const size_t from = local_row * n_chunks + c;
+    fixed += p.part_variance[from * BINS + tid];
+    above_bits = max(above_bits, p.part_dev[2 * from * BINS + tid]);
+    below_bits = max(below_bits, p.part_dev[(2 * from + 1) * BINS + tid]);
   }
   double bin_variance = (double)fixed * (1.0 / FIXED32) * exp2f(bin_top(tid));
-  const float bin_dev = __uint_as_float(bin_dev_bits);
-  const TopTwo binned = {bin_dev, 0, NOBODY};
+  const Sides bin_dev = {__uint_as_float(above_bits), __uint_as_float(below_bits)};
+  const TopTwo binned = {larger_of(bin_dev), 0, NOBODY};
   dev = block_top_two(top_two(dev, binned), scratch);
+  sides = block_max(larger(sides, bin_dev), scratch_sides);
 
   RowState s;
   s.peak = peak, s.sigma2 = sigma2, s.denominator = (float)D;
@@ -946,45 +1009,43 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
   s.dev = dev.first, s.second_dev = dev.second, s.top = dev.token;
   s.scaled_dev = s.dev * p.log_term * (1.0f / 3);
   s.root = sqrtf(s.scaled_dev * s.scaled_dev + 2 * s.variance * p.log_term);
-  s.base_bias = s.base_variance = 0, s.base_dev = 0, s.bin = BINS;
+  s.base_bias = s.base_variance = 0, s.base_dev.above = s.base_dev.below = 0, s.bin = BINS;
   s.epsilon = p.tolerances ? p.tolerances[global_row] : p.epsilon;
-  s.unused = 0;
-  const double bound = certificate(bias, s.variance, s.dev, p.log_term, s.denominator);
+  const double bound = certificate(bias, s.variance, sides, p, s.denominator);
   s.mode = !(D > 0 && D < VK_INF) ? EVERYTHING : bound < s.epsilon ? MEETS : GREEDY;
 
   // --- the boundary bin of the greedy order: the first, from below, that cannot stay in the residual set whole ---
-  WalkScratch& w = m.walk;
-  u64* sum_variance = w.keys;    // shared memory that the walk no longer needs
-  u64* sum_bias = w.sorted;
-  u32* max_dev = (u32*)w.counts;
+  BoundaryScratch& w = m.boundary;
   if (s.mode == GREEDY) {
-    sum_variance[tid] = sum_bias[tid] = 0, max_dev[tid] = bin_dev_bits;
-    if (tid == 0) w.bin = BINS - 1, w.n_listed = 0;
+    w.variance[tid] = w.bias[tid] = 0, w.above[tid] = above_bits, w.below[tid] = below_bits;
+    if (tid == 0) w.bin = BINS - 1, w.n_special = 0;
     __syncthreads();
     const double to_key = s.root / (2.0 * p.log_term);  // a bias of beta is worth a key of at least beta * to_key
     EACH_CANDIDATE({
       const float key = greedy_log2(c.x, level, terms, shrinks, c.token, s, p.log_term);
       const int bin = log_bin(key);
       const double factor = exp2f(-bin_top(bin));
-      atomicAdd(&sum_variance[bin], fixed64(terms.variance * factor));
-      if (shrinks) atomicAdd(&sum_bias[bin], fixed64(terms.bias * to_key * factor));
-      atomicMax(&max_dev[bin], __float_as_uint(terms.dev));
+      atomicAdd(&w.variance[bin], fixed64(terms.variance * factor));
+      if (shrinks) atomicAdd(&w.bias[bin], fixed64(terms.bias * to_key * factor));
+      atomicMax(&w.above[bin], __float_as_uint(terms.dev.above));
+      atomicMax(&w.below[bin], __float_as_uint(terms.dev.below));
       if (shrinks || has_own_drop(s, c.token))
-        p.boundary[(local_row + 1) * p.n_tokens - 1 - atomicAdd(&w.n_listed, 1)] = c.token;
+        p.boundary[(local_row + 1) * p.n_tokens - 1 - atomicAdd(&w.n_special, 1)] = c.token;
     })
     __syncthreads();
     const double bin_scale = exp2f(bin_top(tid)) * (1.0 / FIXED64);
-    bin_variance += (double)sum_variance[tid] * bin_scale;
-    const double bin_bias = (double)sum_bias[tid] * bin_scale / to_key;
+    bin_variance += (double)w.variance[tid] * bin_scale;
+    const double bin_bias = (double)w.bias[tid] * bin_scale / to_key;
     const double kept_variance = block_prefix(bin_variance, w.scan), kept_bias = block_prefix(bin_bias, w.scan);
-    const float kept_dev = block_prefix_max(__uint_as_float(max_dev[tid]), scratch);
-    if (fails(kept_bias, kept_variance, kept_dev, p.log_term, s)) atomicMin(&w.bin, tid);
-    w.above[tid] = kept_dev;
+    const Sides in_bin = {__uint_as_float(w.above[tid]), __uint_as_float(w.below[tid])};
+    const Sides kept_dev = block_prefix_max(in_bin, scratch_sides);
+    if (fails(kept_bias, kept_variance, kept_dev, p, s)) atomicMin(&w.bin, tid);
+    w.kept[tid] = kept_dev;
     __syncthreads();
     s.bin = w.bin;
     if (tid == s.bin) {
       s.base_bias = kept_bias - bin_bias, s.base_variance = kept_variance - bin_variance;
-      s.base_dev = tid ? (float)w.above[tid - 1] : 0;
+      if (tid) s.base_dev = w.kept[tid - 1];
     }
   }
   if (tid == (s.mode == GREEDY ? s.bin : 0)) {
@@ -992,7 +1053,7 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_plan(const Params p) {
     p.bound[global_row] = (float)bound;
     p.n_promoted[global_row] = p.n_row_fetched[global_row] = 0;
     p.n_boundary[2 * local_row] = 0;
-    p.n_boundary[2 * local_row + 1] = s.mode == GREEDY ? w.n_listed : 0;
+    p.n_boundary[2 * local_row + 1] = s.mode == GREEDY ? w.n_special : 0;
   }
 }
 
@@ -1003,7 +1064,7 @@ extern "C" __global__ void __launch_bounds__(NT) vk_emit(const Params p) {
   const int tid = threadIdx.x, unit = blockIdx.y, n_words = (p.n_tokens + 31) / 32, lane = tid & 31;
   const int begin = blockIdx.x * 4 * NT;
   u32* mask = p.mask + (size_t)unit * n_words;
-  fill_levels(levels);
+  fill_levels(levels, is_sided(p));
   __syncthreads();
 
   int codes[4];
@@ -1060,13 +1121,13 @@ extern "C" __global__ void __launch_bounds__(NT) vk_emit(const Params p) {
 struct SettleScratch {
   u64 keys[ORDERED], sorted[ORDERED];
   u64 sum_variance[BINS], sum_bias[BINS];
-  u32 max_dev[BINS];
-  float dev_below[BINS];
+  u32 max_above[BINS], max_below[BINS];
+  Sides kept[BINS];
   double scan[WARPS];
-  float scan_dev[WARPS];
+  Sides scan_dev[WARPS];
   u64 reduce[WARPS];
   double carry_bias, carry_variance;
-  float carry_dev;
+  Sides carry_dev;
   int bin, n_next, first_failing, n_promoted, n_fetched;
 };
 
@@ -1079,7 +1140,7 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_settle(const Params p) {
   u32* mask = p.mask + (size_t)unit * n_words;
   const u8* codes = p.codes + (size_t)unit * p.n_tokens;
   const RowState s = p.state[local_row];
-  fill_levels(levels);
+  fill_levels(levels, is_sided(p));
   if (tid == 0) m.n_promoted = m.n_fetched = 0, m.n_next = 0;
 
   if (s.mode == GREEDY) {
@@ -1117,7 +1178,7 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_settle(const Params p) {
 
     // A crowded bin is split into 256 by its members' keys until what remains can be ordered at once.
     double base_bias = s.base_bias, base_variance = s.base_variance;
-    float base_dev = s.base_dev;
+    Sides base_dev = s.base_dev;
     const double to_key = s.root / (2.0 * p.log_term);
     while (n_here > ORDERED) {
       u64 lowest = ~0ull, highest = 0;
@@ -1130,7 +1191,7 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_settle(const Params p) {
       const int shift = max(0, bit_length(highest - lowest) - 8);
       const float top = key_log((u32)(highest >> 32)) + 0.01f;
       const double factor = exp2f(-top), bin_scale = exp2f(top) * (1.0 / FIXED64);
-      m.sum_variance[tid] = m.sum_bias[tid] = 0, m.max_dev[tid] = 0;
+      m.sum_variance[tid] = m.sum_bias[tid] = 0, m.max_above[tid] = m.max_below[tid] = 0;
       if (tid == 0) m.bin = BINS - 1, m.n_next = 0;
       __syncthreads();
       for (int i = tid; i < n_here; i += NT) {
@@ -1138,20 +1199,22 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_settle(const Params p) {
         const int bin = (int)((key_of(here[i]) - lowest) >> shift);
         atomicAdd(&m.sum_variance[bin], fixed64(terms.variance * factor));
         atomicAdd(&m.sum_bias[bin], fixed64(terms.bias * to_key * factor));
-        atomicMax(&m.max_dev[bin], __float_as_uint(terms.dev));
+        atomicMax(&m.max_above[bin], __float_as_uint(terms.dev.above));
+        atomicMax(&m.max_below[bin], __float_as_uint(terms.dev.below));
       }
       __syncthreads();
       const double bin_variance = (double)m.sum_variance[tid] * bin_scale;
       const double bin_bias = (double)m.sum_bias[tid] * bin_scale / to_key;
       const double kept_variance = base_variance + block_prefix(bin_variance, m.scan);
       const double kept_bias = base_bias + block_prefix(bin_bias, m.scan);
-      const float kept_dev = fmaxf(base_dev, block_prefix_max(__uint_as_float(m.max_dev[tid]), m.scan_dev));
-      if (fails(kept_bias, kept_variance, kept_dev, p.log_term, s)) atomicMin(&m.bin, tid);
-      m.dev_below[tid] = kept_dev;
+      const Sides in_bin = {__uint_as_float(m.max_above[tid]), __uint_as_float(m.max_below[tid])};
+      const Sides kept_dev = larger(base_dev, block_prefix_max(in_bin, m.scan_dev));
+      if (fails(kept_bias, kept_variance, kept_dev, p, s)) atomicMin(&m.bin, tid);
+      m.kept[tid] = kept_dev;
       __syncthreads();
       if (tid == m.bin) {
         m.carry_bias = kept_bias - bin_bias, m.carry_variance = kept_variance - bin_variance;
-        m.carry_dev = tid ? m.dev_below[tid - 1] : base_dev;
+        m.carry_dev = tid ? m.kept[tid - 1] : base_dev;
       }
       for (int i = tid; i < n_here; i += NT) {
         const int bin = (int)((key_of(here[i]) - lowest) >> shift);
@@ -1171,12 +1234,12 @@ extern "C" __global__ void __launch_bounds__(NT, 2) vk_settle(const Params p) {
     order_keys(m.keys, m.sorted, n_here);
     for (int i0 = 0; i0 < n_here; i0 += NT) {
       const int i = i0 + tid;
-      Terms terms = {0, 0, 0};
+      Terms terms = {0, 0, {0, 0}};
       if (i < n_here) terms = terms_of(key_token(m.sorted[i]));
       const double kept_bias = base_bias + block_prefix((double)terms.bias, m.scan);
       const double kept_variance = base_variance + block_prefix((double)terms.variance, m.scan);
-      const float kept_dev = fmaxf(base_dev, block_prefix_max(terms.dev, m.scan_dev));
-      if (i < n_here && fails(kept_bias, kept_variance, kept_dev, p.log_term, s)) atomicMin(&m.first_failing, i);
+      const Sides kept_dev = larger(base_dev, block_prefix_max(terms.dev, m.scan_dev));
+      if (i < n_here && fails(kept_bias, kept_variance, kept_dev, p, s)) atomicMin(&m.first_failing, i);
       if (tid == NT - 1) m.carry_bias = kept_bias, m.carry_variance = kept_variance, m.carry_dev = kept_dev;
       __syncthreads();
       base_bias = m.carry_bias, base_variance = m.carry_variance, base_dev = m.carry_dev;

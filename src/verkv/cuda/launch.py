@@ -15,7 +15,8 @@ from verkv.cuda import layout
 from verkv.cuda.dispatch import unsupported_because
 from verkv.cuda.layout import MAX_GRID_Y, MAX_SHORTLIST, SKETCH_GROUP, Sizes, safe_epsilon
 from verkv.cuda.operators import empty_buffers, n_multiprocessors
-from verkv.estimators.certificate import check_delta
+from verkv.estimators.certificate import check_delta, check_upper_share
+from verkv.estimators.compiled_plan import log_terms
 from verkv.estimators.fetching import check_epsilon
 from verkv.sketches import RopePairSketch
 
@@ -174,6 +175,7 @@ def plan_rope_pair(
     logit_variance: Tensor | None = None,
     max_read: float = 1.0,
     paper: bool = False,
+    upper_share: float | None = None,
 ) -> DevicePlan:
     """Score all tokens by the 2-bit sketch, read the shortlist's keys, and decide: Algorithm 2 of [1]_, lines 1-10.
 
@@ -202,6 +204,9 @@ def plan_rope_pair(
         Share of a unit's tokens above which a plan is not followed and everything is promoted.
     paper : bool
         Plan with the exact weights of all resident tokens, and shortlist others. Depends on the draw.
+    upper_share : float in (0, 1), optional
+        Part of ``delta`` for denominators estimated too large, where the two sides of the error are to be bounded
+        apart; None is Eq. (7). The order in which tokens are promoted is that of Eq. (9) in either case.
 
     Returns
     -------
@@ -222,7 +227,7 @@ def plan_rope_pair(
         raise ValueError(f"n_shortlist must be in [0, {MAX_SHORTLIST}], got {n_shortlist}")
     _check_moments(layer, rows_all, logit_mean=logit_mean, logit_variance=logit_variance)
     plan, peaks = _empty_plan(layer, rows_all)
-    settings = _settings(layer, rows_all, epsilon, delta, max_read, paper)
+    settings = _settings(layer, rows_all, epsilon, delta, upper_share, max_read, paper)
     n_read = []
     for first, n_rows in _row_chunks(layer, rows_all):
         sizes = layer.sizes(rows_all, n_rows, n_shortlist)
@@ -263,6 +268,7 @@ def plan_logits(
     logit_variance: Tensor | None = None,
     max_read: float = 1.0,
     paper: bool = False,
+    upper_share: float | None = None,
 ) -> DevicePlan:
     """Decide from planning logits of any origin: Algorithm 2 of [1]_, lines 2-10.
 
@@ -286,6 +292,9 @@ def plan_logits(
         Share of a unit's tokens above which a plan is not followed and everything is promoted.
     paper : bool
         Logits of all resident tokens are exact.
+    upper_share : float in (0, 1), optional
+        Part of ``delta`` for denominators estimated too large, where the two sides of the error are to be bounded
+        apart; None is Eq. (7). The order in which tokens are promoted is that of Eq. (9) in either case.
 
     Returns
     -------
@@ -309,7 +318,7 @@ def plan_logits(
         _check(known, "known", (n_units, n_tokens), torch.bool, device)
         known = pack_bits(known)
     plan, peaks = _empty_plan(layer, rows_all)
-    settings = _settings(layer, rows_all, epsilon, delta, max_read, paper)
+    settings = _settings(layer, rows_all, epsilon, delta, upper_share, max_read, paper)
     for first, n_rows in _row_chunks(layer, rows_all):
         part = logits if n_rows == rows_all else logits[:, first : first + n_rows].contiguous()
         peak = peaks[: n_units * n_rows]
@@ -395,19 +404,29 @@ def unpack_bits(words: Tensor, n_tokens: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Settings:
-    """How to plan, as the kernels take it: tolerances of rows, if they differ, or one for all."""
+    """How to plan, as the kernels take it: tolerances of rows, if they differ, or one for all.
+
+    Log terms are l of Eq. (7), and of the upper and the lower side, 0 where these are not bounded apart.
+    """
 
     tolerances: Tensor | None
     epsilon: float
-    log_term: float
+    log_terms: tuple[float, float, float]
     max_read: float
     paper: bool
 
 
 def _settings(
-    layer: DeviceLayer, rows_all: int, epsilon: float | Tensor, delta: float, max_read: float, paper: bool
+    layer: DeviceLayer,
+    rows_all: int,
+    epsilon: float | Tensor,
+    delta: float,
+    upper_share: float | None,
+    max_read: float,
+    paper: bool,
 ) -> _Settings:
     check_delta(delta)
+    check_upper_share(upper_share)
     if not 0.0 < max_read <= 1.0:
         raise ValueError(f"max_read must be in (0, 1], got {max_read}")
     tolerances = None
@@ -417,7 +436,7 @@ def _settings(
     else:
         check_epsilon(epsilon)
         epsilon = safe_epsilon(epsilon)
-    return _Settings(tolerances, epsilon, math.log(2.0 / delta), max_read, paper)
+    return _Settings(tolerances, epsilon, log_terms(delta, upper_share), max_read, paper)
 
 
 def _empty_plan(layer: DeviceLayer, rows_all: int) -> tuple[DevicePlan, Tensor]:
@@ -465,7 +484,7 @@ def _plan_chunk(
         plan.is_exact,
         find_peak,
         settings.epsilon,
-        settings.log_term,
+        *settings.log_terms,
         settings.max_read,
         first_row,
         settings.paper,

@@ -31,7 +31,7 @@ _POINTERS = [
     "n_row_fetched", "bound", "fetch_positions", "n_fetched", "is_exact", "partial", "output", "lse",
 ]
 _INTS = ["n_tokens", "n_rows", "rows_all", "first_row", "n_shortlist", "known_resident", "accumulate", "compact"]
-_FLOATS = ["scaling", "log_term", "epsilon", "max_read"]
+_FLOATS = ["scaling", "log_term", "epsilon", "log_upper", "log_lower", "max_read"]
 # fmt: on
 
 
@@ -161,7 +161,7 @@ def plan_buffers(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], str]]:
         "n_boundary": ((units, rows, 2), "int32"),
         "part_denominator": ((units, rows, chunks), "float64"),
         "part_variance": ((units, rows, chunks, BINS), "int32"),
-        "part_dev": ((units, rows, chunks, BINS), "int32"),
+        "part_dev": ((units, rows, chunks, 2, BINS), "int32"),
         "state": ((units, rows, ROW_STATE_BYTES // 8), "int64"),
     }
 

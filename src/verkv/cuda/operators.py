@@ -75,6 +75,8 @@ def _plan_op(
     find_peak: bool,
     epsilon: float,
     log_term: float,
+    log_upper: float,
+    log_lower: float,
     max_read: float,
     first_row: int,
     paper: bool,
@@ -84,7 +86,8 @@ def _plan_op(
     arrays = dict(locals())
     n_units, n_rows, n_tokens = logits.shape
     rows_all = n_promoted.shape[1]
-    scalars = {name: arrays.pop(name) for name in ("epsilon", "log_term", "max_read", "first_row")}
+    names = ("epsilon", "log_term", "log_upper", "log_lower", "max_read", "first_row")
+    scalars = {name: arrays.pop(name) for name in names}
     scalars |= {"known_resident": arrays.pop("paper"), "accumulate": first_row > 0}
     scalars["compact"] = first_row + n_rows == rows_all
     # No kernel here depends on head dim and dtype: they only say which compiled variant the layer uses anyway.
