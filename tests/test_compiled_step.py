@@ -321,6 +321,12 @@ def test_shortlist_takes_the_first_of_equal_ones():
     assert torch.equal(chosen[0], torch.arange(50) < 20)
 
 
+def test_codes_are_read_as_they_are_written():
+    from verkv.loops import step
+
+    assert (int(step.RESIDENT), int(step.LEVEL)) == (RESIDENT_BIT, LEVEL_MASK)
+
+
 def test_smallest_probability_is_in_the_table():
     table = compiled_step._inclusion_probs()
     assert len(table) == LEVEL_MASK + 1

@@ -7,9 +7,8 @@ the level of each, 0 where there is none.
 import numpy as np
 
 from verkv.loops import compiled
-from verkv.tiers import LEVEL_MASK, RESIDENT_BIT
 
-RESIDENT, LEVEL = np.uint8(RESIDENT_BIT), np.uint8(LEVEL_MASK)
+RESIDENT, LEVEL = np.uint8(0x80), np.uint8(0x7F)  # bits of a code, as in verkv.tiers
 
 
 @compiled
