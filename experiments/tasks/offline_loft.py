@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from .loft import FEW_SHOT, LoftData, Passage, Query
+from .loft_format import FEW_SHOT, LoftData, Passage, Query
 from .scores import normalise
 from .sources import XQUAD, Paragraph, data_folder, read_xquad
 from .words import new_ones, random_word

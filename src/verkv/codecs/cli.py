@@ -203,7 +203,7 @@ def describe_context(path: Path) -> str:
 
 def _describe_coded(segment: dict, sizes: dict[str, int], n_bytes: int) -> list[str]:
     from verkv.codecs.layout import CacheLayout
-    from verkv.codecs.measure import header_ratios
+    from verkv.codecs.ratios import header_ratios
 
     config, blocks = segment["config"], segment["blocks"]
     layout = CacheLayout.from_json(segment["layout"])

@@ -24,8 +24,9 @@ from verkv.codecs.container import (
 )
 from verkv.codecs.errors import CorruptFileError
 from verkv.codecs.layout import SIDES, LayerSlice
-from verkv.codecs.model_binding import config_hash
+from verkv.codecs.model_binding import config_hash, hash_tokens
 from verkv.codecs.packing import CodedRun
+from verkv.codecs.ratios import header_ratios
 from verkv.codecs.raw_layers import check_complete, fill_layers, set_states
 from verkv.codecs.tensor_store import DTYPES, TensorReader, tensor_from_bytes
 from verkv.codecs.transform import Stages
@@ -239,9 +240,7 @@ class CompressedCache:
         return section_bytes(self.sections) | {"file": container_length(self.header(), lengths)}
 
     def ratios(self) -> dict[str, float]:
-        """Compression ratios, see :func:`~verkv.codecs.measure.header_ratios`."""
-        from verkv.codecs.measure import header_ratios
-
+        """Compression ratios, see :func:`~verkv.codecs.ratios.header_ratios`."""
         sizes = self.sizes()
         return header_ratios(self.segment, sizes, sizes["file"])
 
@@ -255,8 +254,6 @@ class CompressedCache:
 
     def is_prefix_of(self, token_ids: Tensor) -> bool:
         """Whether a prompt (T',) begins with the context's tokens; False if their hash was not stored."""
-        from verkv.codecs.kvtc import hash_tokens
-
         ids = torch.as_tensor(token_ids).reshape(-1)
         stored = self.segment.get("token_ids_sha256")
         return (

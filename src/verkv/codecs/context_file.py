@@ -18,9 +18,9 @@ from verkv.codecs.compressed import CompressedCache
 from verkv.codecs.config import KvtcConfig
 from verkv.codecs.container import POSITIONS, Container, Section, SectionKey, write_container
 from verkv.codecs.errors import CodecError, CorruptFileError, FormatError, MismatchError
-from verkv.codecs.kvtc import KVTC, hash_tokens
+from verkv.codecs.kvtc import KVTC
 from verkv.codecs.layout import check_positions
-from verkv.codecs.model_binding import config_hash, weights_hash
+from verkv.codecs.model_binding import config_hash, hash_tokens, weights_hash
 from verkv.codecs.object_state import dump_state, load_state
 from verkv.codecs.raw_layers import check_complete, fill_layers, put_layers, set_states
 from verkv.codecs.tensor_store import TensorReader, TensorWriter, tensor_bytes

@@ -1,7 +1,6 @@
 """The kvtc codec: a cache of one sequence to coded rows, and more tokens behind them without coding again."""
 
 import dataclasses
-import hashlib
 import os
 import warnings
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from verkv.codecs.config import KvtcConfig
 from verkv.codecs.container import EXACT, EXACT_INDEX, POSITIONS, ROWS, MemorySections, Section, SectionKey
 from verkv.codecs.errors import MismatchError
 from verkv.codecs.layout import SIDES, check_positions
+from verkv.codecs.model_binding import hash_tokens
 from verkv.codecs.raw_layers import put_layers, uncoded_layers
 from verkv.codecs.tensor_store import TensorWriter, dtype_name, tensor_bytes
 from verkv.codecs.transform import SideCodec, Stages, find_outliers
@@ -300,22 +300,6 @@ class _Work:
         for (_, side), values in squared.items():
             self.residuals[side][0] += float(values[~is_outlier].sum())
             self.residuals[side][1] += int((~is_outlier).sum())
-
-
-def hash_tokens(token_ids, n_tokens: int) -> str | None:
-    """sha256 of token ids (T,) as little-endian int64; None without ids.
-
-    Raises
-    ------
-    MismatchError
-        If there are not ``n_tokens`` of them.
-    """
-    if token_ids is None:
-        return None
-    ids = torch.as_tensor(token_ids).detach().to("cpu", torch.int64).reshape(-1)
-    if len(ids) != n_tokens:
-        raise MismatchError(f"token_ids are {len(ids)}, but the cache holds {n_tokens} tokens")
-    return hashlib.sha256(tensor_bytes(ids)).hexdigest()
 
 
 def _warn_if_far(compressed: CompressedCache) -> None:

@@ -7,6 +7,9 @@ import re
 import torch
 from torch import nn
 
+from verkv.codecs.errors import MismatchError
+from verkv.codecs.tensor_store import tensor_bytes
+
 # Fields that fix what keys and values mean, by any name transformers' configs use.
 _LAYOUT_FIELDS = (
     "model_type",
@@ -66,3 +69,19 @@ def weights_hash(model: nn.Module) -> str:
             weights = parameter.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16)
             digest.update(weights.numpy().tobytes())
     return digest.hexdigest()
+
+
+def hash_tokens(token_ids, n_tokens: int) -> str | None:
+    """sha256 of token ids (T,) as little-endian int64; None without ids.
+
+    Raises
+    ------
+    MismatchError
+        If there are not ``n_tokens`` of them.
+    """
+    if token_ids is None:
+        return None
+    ids = torch.as_tensor(token_ids).detach().to("cpu", torch.int64).reshape(-1)
+    if len(ids) != n_tokens:
+        raise MismatchError(f"token_ids are {len(ids)}, but the cache holds {n_tokens} tokens")
+    return hashlib.sha256(tensor_bytes(ids)).hexdigest()
