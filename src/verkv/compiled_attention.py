@@ -8,9 +8,11 @@ from torch import Tensor
 from verkv.estimators.compiled_plan import compiles
 from verkv.tiers import HostTier, ResidentRows
 
+DTYPES = (torch.float32, torch.bfloat16)
+
 
 def reads_in_place(rows: ResidentRows, host: HostTier | None) -> bool:
-    """Whether :func:`attend_in_place` can attend to these rows: float32 on a CPU, the host's copy of them in one part.
+    """Whether :func:`attend_in_place` can attend to these rows: on a CPU, of a dtype it reads, the host's in one piece.
 
     Parameters
     ----------
@@ -25,7 +27,12 @@ def reads_in_place(rows: ResidentRows, host: HostTier | None) -> bool:
     if host is not None and type(host) is not HostTier:
         return False
     tensors = [rows.keys, rows.values, *(() if host is None else (host.keys, host.values))]
-    return all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in tensors) and compiles()
+    return all(tensor.is_cpu and tensor.dtype in DTYPES for tensor in tensors) and compiles()
+
+
+def as_array(rows: Tensor):
+    """Rows as loops read them: bfloat16, which numpy does not know, as 16 bits; a view."""
+    return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
 def attend_in_place(
@@ -70,7 +77,7 @@ def attend_in_place(
     lse = query.new_empty(query.shape[:-1])
     log_weights = log_weights.expand(*query.shape[:-1], log_weights.shape[-1])
     inputs = query, rows.keys, rows.values, rows.offsets, log_weights, *host, fetched, tail[0], tail[1].float()
-    arrays = [tensor.detach().contiguous().numpy() for tensor in inputs]
+    arrays = [as_array(tensor.detach().contiguous()) for tensor in inputs]
     _loops().attend_units(*arrays, _float32(scaling), output.numpy(), lse.numpy())
     return output, lse
 

@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from verkv.compiled_attention import attend_in_place, reads_in_place
+from verkv.compiled_attention import as_array, attend_in_place, reads_in_place
 from verkv.estimators.compiled_plan import log_terms, plan_loops
 from verkv.estimators.sampling import decode_inclusion_probs
 from verkv.stats import LayerRecord
@@ -76,7 +76,7 @@ class CompiledStep:
         self.context, self.rows, self.chunks, self.tail = context, rows, chunks, tail
         self.scaling, self.loops = numpy.float32(scaling), step
         self.codes = context.codes.numpy()
-        self.keys, self.offsets = context.rows.keys.numpy(), context.rows.offsets.numpy()
+        self.keys, self.offsets = as_array(context.rows.keys), context.rows.offsets.numpy()
         self.slots = numpy.full((len(self.codes), int(context.rows.offsets.diff().max())), -1, numpy.int64)
         self.loops.find_slots(self.codes, self.slots)
         self.union, self.chosen, self.known = (numpy.zeros(self.codes.shape, bool) for _ in range(3))
@@ -119,7 +119,7 @@ class CompiledStep:
             self.known,
             self.keys,
             self.offsets,
-            host_keys.numpy(),
+            as_array(host_keys),
             logits.numpy(),
         )
         tail_lse = torch.logsumexp(self.tail[0][:, :, chunk], dim=-1).flatten(1)

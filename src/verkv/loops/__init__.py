@@ -3,7 +3,8 @@
 Importing a module of this folder needs numba, so what calls them imports it only then:
 :mod:`verkv.estimators.compiled_plan`, :mod:`verkv.compiled_attention` and :mod:`verkv.compiled_step`. numba keeps on
 disk what it has compiled, and compiles anew when a file has changed. It does not notice changes in another file, so no
-loop calls one of another file. Assignments to slices are written out: they take a second each to compile.
+loop calls one of another file, but for ``as_float`` of ``rows``. Assignments to slices are written out: each would take
+a second to compile.
 """
 
 from collections.abc import Callable

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from verkv.loops import compiled
+from verkv.loops.rows import as_float
 
 
 @compiled(any_order=True)
@@ -23,7 +24,7 @@ def attend_units(
     output,
     lse,
 ):
-    """Attention of every KV head's query rows, all float32.
+    """Attention of every KV head's query rows; all float32, but rows may be bfloat16.
 
     query (N, B, R, d) of B beams; row_keys and row_values (M, d), those of unit n from offsets[n] to offsets[n + 1];
     log_weights (N, B, R, S), S at least as many as a unit has rows; host_keys and host_values (N, T, d), of which
@@ -66,7 +67,7 @@ def score(rows, key, scaling, logits, place):
     for row in range(len(rows)):
         product = np.float32(0.0)
         for channel in range(len(key)):
-            product += rows[row, channel] * key[channel]
+            product += rows[row, channel] * as_float(key[channel])
         logits[row, place] = product * scaling
 
 
@@ -76,7 +77,7 @@ def add(weights, place, value, summed):
     for row in range(len(summed)):
         weight = weights[row, place]
         for channel in range(len(value)):
-            summed[row, channel] += weight * value[channel]
+            summed[row, channel] += weight * as_float(value[channel])
 
 
 @compiled(any_order=True)

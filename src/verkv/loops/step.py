@@ -7,6 +7,7 @@ the level of each, 0 where there is none.
 import numpy as np
 
 from verkv.loops import compiled
+from verkv.loops.rows import as_float
 
 RESIDENT, LEVEL = np.uint8(0x80), np.uint8(0x7F)  # bits of a code, as in verkv.tiers
 
@@ -113,7 +114,7 @@ def score(rows, key, scaling, logits):
     for row in range(len(rows)):
         product = np.float32(0.0)
         for channel in range(len(key)):
-            product += rows[row, channel] * key[channel]
+            product += rows[row, channel] * as_float(key[channel])
         logits[row] = product * scaling
 
 
