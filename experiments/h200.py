@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from verkv.context import SealedContext, SealPlan
 from verkv.cuda import layout
-from verkv.estimators.compiled_plan import log_terms
+from verkv.estimators.certificate import log_terms
 from verkv.estimators.fetching import FetchPlan, fetch_plan
 from verkv.estimators.sampling import (
     MIN_INCLUSION_PROB,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from verkv.compiled_attention import as_array, attend_in_place, reads_in_place
-from verkv.estimators.compiled_plan import log_terms, plan_loops
+from verkv.estimators.certificate import log_terms
+from verkv.estimators.compiled_plan import plan_loops
 from verkv.estimators.sampling import decode_inclusion_probs
 from verkv.stats import LayerRecord
 from verkv.tiers import LEVEL_MASK

@@ -11,7 +11,7 @@ from problems import Answer, Layer, attend, solve
 from torch import Tensor
 
 from verkv.cuda.layout import Sizes
-from verkv.estimators.compiled_plan import log_terms
+from verkv.estimators.certificate import log_terms
 from verkv.tiers import LEVEL_MASK, RESIDENT_BIT
 
 needs_compiler = pytest.mark.skipif(

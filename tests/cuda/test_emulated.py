@@ -43,15 +43,19 @@ ROW_KINDS = ("flat", "peaked", "heavy_tailed", "tied", "constant", "one_huge_wei
 CODE_KINDS = ("spread", "at_the_floor", "all_alike", "certain", "nearly_certain")
 EPSILONS = (0.3, 0.02)
 SIDED = UPPER_SHARES[1:]
+# Every length by Eq. (7); with the sides apart, long ones at both parts of delta, the others at one in turn.
+SIDED_LENGTHS = [(n, SIDED) if n >= 4096 else (n, SIDED[i % 2 :][:1]) for i, n in enumerate(LENGTHS)]
+PLANS = [(n, None) for n in LENGTHS] + [(n, share) for n, shares in SIDED_LENGTHS for share in shares]
 sided = pytest.mark.parametrize("upper_share", UPPER_SHARES, ids=str)
 
 
 def test_at_least_2000_rows_are_compared():
-    """With each of the three bounds, the two of the sides taken in turn in layers."""
+    """By Eq. (7), and as many with the sides apart."""
     in_layers = sum(N_UNITS * rows for _, rows, _ in SHAPES) * len(STEPS)
-    planned_only = len(LENGTHS) * len(ROW_KINDS) * len(CODE_KINDS) * len(EPSILONS) * 4
+    of_a_plan = len(ROW_KINDS) * len(CODE_KINDS) * len(EPSILONS) * 4
+    planned_only = len(LENGTHS) * of_a_plan
     assert in_layers >= 1000 and in_layers + planned_only >= 2000
-    assert in_layers // len(SIDED) + planned_only >= 2000
+    assert (len(PLANS) - len(LENGTHS)) * of_a_plan >= planned_only
 
 
 @pytest.mark.parametrize(("head_dim", "n_rows", "dtype"), SHAPES, ids=lambda x: str(x).removeprefix("torch."))
@@ -69,9 +73,8 @@ def test_step_agrees_with_float64(head_dim, n_rows, dtype, record_property):
     assert n_ties <= 1 and n_sided_ties <= 1
 
 
-@pytest.mark.parametrize("n_tokens", LENGTHS)
-@sided
-def test_plan_of_any_logits_agrees_with_float64(upper_share, n_tokens, record_property):
+@pytest.mark.parametrize(("n_tokens", "upper_share"), PLANS, ids=str)
+def test_plan_of_any_logits_agrees_with_float64(n_tokens, upper_share, record_property):
     """Lengths, shapes of the weights, ties, r at its floor; with and without an error variance of the logits."""
     n_ties = 0
     sizes = Sizes(N_UNITS, n_tokens, rows_all=2, n_rows=2, head_dim=128)

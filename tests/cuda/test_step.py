@@ -153,8 +153,9 @@ class TestStep:
         context.attend(*inputs(layer), None, 0.125)
         assert device[:2] == ["vk_score", "vk_shortlist"]
 
-    @pytest.mark.parametrize("paper", [False, True], ids=["blind", "paper"])
-    @sided
+    @pytest.mark.parametrize(
+        ("paper", "upper_share"), [(False, None), (False, 0.7), (True, None)], ids=["blind", "sided", "paper"]
+    )
     @pytest.mark.parametrize(
         ("sketch", "options"),
         [
@@ -531,11 +532,9 @@ class TestModel:
             {"paper": True, "sided": True},
             {"sketch": "rope_pair"},
             {"sketch": "rope_pair", "sided": False},
-            {"sketch": "rope_pair", "error_aware": True, "shortlist": 0},
             {"sketch": "rope_pair", "sided": False, "error_aware": True, "shortlist": 0},
             {"audit": True, "max_read": 0.3},
             {"sided": False, "audit": True, "max_read": 0.3},
-            {"sketch": "rope_pair", "calibrate": "head", "target": "denominator"},
             {"sketch": "rope_pair", "sided": False, "calibrate": "head", "target": "denominator"},
         ],
         ids=[
@@ -545,11 +544,9 @@ class TestModel:
             "sided_paper",
             "two_bit",
             "eq7_two_bit",
-            "error_aware",
             "eq7_error_aware",
             "audit",
             "eq7_audit",
-            "calibrated",
             "eq7_calibrated",
         ],
     )

@@ -15,8 +15,7 @@ from verkv.cuda import layout
 from verkv.cuda.dispatch import unsupported_because
 from verkv.cuda.layout import MAX_GRID_Y, MAX_SHORTLIST, SKETCH_GROUP, Sizes, safe_epsilon
 from verkv.cuda.operators import empty_buffers, n_multiprocessors
-from verkv.estimators.certificate import check_delta, check_upper_share
-from verkv.estimators.compiled_plan import log_terms
+from verkv.estimators.certificate import check_delta, check_upper_share, log_terms
 from verkv.estimators.fetching import check_epsilon
 from verkv.sketches import RopePairSketch
 

@@ -157,6 +157,13 @@ def sided_error_bound(
     return torch.maximum(upper, lower) / denominator
 
 
+def log_terms(delta: float, upper_share: float | None) -> tuple[float, float, float]:
+    """l of Eq. (7), and of the upper and the lower side; 0 where the sides are not bounded apart."""
+    if upper_share is None:
+        return math.log(2.0 / delta), 0.0, 0.0
+    return math.log(2.0 / delta), -math.log(upper_share * delta), -math.log((1.0 - upper_share) * delta)
+
+
 def _bernstein_tail(variance: Tensor, max_deviation: Tensor, log_term: float) -> Tensor:
     scaled = max_deviation * (log_term / 3.0)
     return scaled + (scaled.square() + 2.0 * log_term * variance).sqrt()

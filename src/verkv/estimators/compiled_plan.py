@@ -5,14 +5,13 @@ them. The loops are in :mod:`verkv.loops`; numba compiles them at the first plan
 """
 
 import functools
-import math
 import os
 import warnings
 
 import torch
 from torch import Tensor
 
-from verkv.estimators.certificate import check_delta, check_upper_share
+from verkv.estimators.certificate import check_delta, check_upper_share, log_terms
 from verkv.estimators.fetching import check_epsilon
 from verkv.estimators.linear_plan import LinearPlan
 from verkv.estimators.numerics import at_least_float32
@@ -128,10 +127,3 @@ def _by_unit(r: Tensor, residual: Tensor, shape: torch.Size) -> tuple[Tensor, Te
     units = torch.arange(n_units, device=r.device).view(r.shape[:-1]).expand(shape[:-1]).reshape(-1)
     r, residual = (_lines(tensor.expand(*tensor.shape[:-1], shape[-1]), n_units) for tensor in (r, residual))
     return r, residual, units
-
-
-def log_terms(delta: float, upper_share: float | None) -> tuple[float, float, float]:
-    """l of Eq. (7), and of the upper and the lower side; 0 where the sides are not bounded apart."""
-    if upper_share is None:
-        return math.log(2.0 / delta), 0.0, 0.0
-    return math.log(2.0 / delta), -math.log(upper_share * delta), -math.log((1.0 - upper_share) * delta)
