@@ -1,7 +1,8 @@
 """Algorithm 2 as a function of planning logits, inclusion probabilities and a tolerance; it knows no cache.
 
-The one place where a faster backend would be dispatched to. Everything here is blind to the draw: no function takes the
-sample, so shrinkage, order and k* cannot depend on it (Theorem 2).
+By tensor operations, on any device: what `compiled_step` and `device_step` do for whole passes, where they can, follows
+this. Everything here is blind to the draw: no function takes the sample, so shrinkage, order and k* cannot depend on it
+(Theorem 2).
 """
 
 import dataclasses
