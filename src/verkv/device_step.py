@@ -101,7 +101,10 @@ class DeviceStep:
             dispatch.warn_once("a pass has too many query rows for a sketch that torch scores")
             return False
         row_keys = self.layer.row_keys
-        return dispatch.can_launch(row_keys.device, row_keys.shape[-1], n_rows, row_keys.dtype)
+        if not dispatch.can_launch(row_keys.device, row_keys.shape[-1], n_rows, row_keys.dtype):
+            self.layer = self.sketch = None  # nothing is kept on the device for kernels that cannot be trusted or made
+            return False
+        return True
 
     def attend(
         self,

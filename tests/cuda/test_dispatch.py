@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import verkv.cuda
-from verkv.cuda import build, dispatch
+from verkv.cuda import build, dispatch, selfcheck
 from verkv.cuda.build import CudaUnavailable
 
 GPU = torch.device("cuda", 0)
@@ -101,6 +101,7 @@ def test_the_device_is_asked_first(usable_gpu, monkeypatch):
 def test_kernels_of_a_pass_are_loaded_once(usable_gpu, monkeypatch):
     loaded = []
     monkeypatch.setattr(dispatch, "load_kernels", lambda *shape: loaded.append(shape))
+    monkeypatch.setattr(selfcheck, "unfit_because", lambda *shape: "")
     dispatch._unloaded_because.cache_clear()
     for n_rows in (4, 4, 9):
         assert dispatch.can_launch(GPU, 128, n_rows, torch.float16)

@@ -12,7 +12,7 @@ from problems import attend as attend_float64
 from problems import make_layer, solve
 
 import verkv.cuda
-from verkv.cuda import layout
+from verkv.cuda import layout, selfcheck
 from verkv.cuda.launch import DeviceLayer, attend, plan_logits, plan_rope_pair, rope_pair_tensors, unpack_bits
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +43,15 @@ def on_device(layer) -> tuple[DeviceLayer, dict, torch.Tensor, torch.Tensor]:
     )
     parts = {name: tensor.cuda() for name, tensor in rope_pair_tensors(layer.sketch).items()}
     return device_layer, parts, layer.query.cuda(), layer.tail_lse.cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, 1), (64, 5), (128, 4), (128, 8), (256, 4), (256, 8)])
+def test_selfcheck_passes(head_dim, tile, dtype):
+    device = torch.device("cuda", torch.cuda.current_device())
+    state = torch.cuda.get_rng_state(device)
+    assert list(selfcheck.disagreements(device, head_dim, tile, dtype)) == []
+    assert torch.equal(torch.cuda.get_rng_state(device), state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -25,7 +25,9 @@ def is_available() -> bool:
 def warmup(
     head_dim: int = 128, n_rows: int = 4, dtype: torch.dtype = torch.bfloat16, device: int | None = None
 ) -> None:
-    """Compile and load the kernels of one shape now, instead of at the first sealed layer.
+    """Compile, load and check the kernels of one shape now, instead of at the first sealed layer.
+
+    With ``VERKV_CUDA=0`` they are not checked.
 
     Parameters
     ----------
@@ -40,14 +42,21 @@ def warmup(
     Raises
     ------
     CudaUnavailable
-        If there is no device, driver or NVRTC, or the shape is not supported.
+        If there is no device, driver or NVRTC, if the shape is not supported, or if the kernels' answers on the device
+        are not those of the estimators.
+    ValueError
+        If the environment variable ``VERKV_CUDA`` is neither 0 nor 1.
     """
+    is_checked = _is_wanted()
     if not torch.cuda.is_available():
         raise CudaUnavailable("torch sees no CUDA device")
     index = torch.cuda.current_device() if device is None else device
     if reason := unavailable_because(index) or unsupported_because(head_dim, head_dim, dtype, 1):
         raise CudaUnavailable(reason)
-    load_kernels(index, head_dim, tile_of(n_rows), dtype == torch.float16)
+    tile = tile_of(n_rows)
+    load_kernels(index, head_dim, tile, dtype == torch.float16)
+    if is_checked and (reason := _unfit_because(index, head_dim, tile, dtype)):
+        raise CudaUnavailable(f"the kernels are not used: {reason}")
 
 
 def select_backend(
@@ -106,10 +115,7 @@ def select_backend(
     ValueError
         If the environment variable ``VERKV_CUDA`` is neither 0 nor 1.
     """
-    wanted = os.environ.get("VERKV_CUDA", "") or "1"
-    if wanted not in ("0", "1"):
-        raise ValueError(f"VERKV_CUDA must be 0 (torch only) or 1, got {wanted!r}")
-    if wanted == "0" or device.type != "cuda":
+    if not _is_wanted() or device.type != "cuda":
         return "torch"
     reason = (
         unavailable_because(_index(device))
@@ -129,7 +135,7 @@ def warn_once(reason: str) -> None:
 
 
 def can_launch(device: torch.device, head_dim: int, n_rows: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels of a pass are compiled and loaded, which happens here at its first use; warns if not.
+    """Whether the kernels of a pass are compiled, loaded and checked, all of it here at their first use; warns if not.
 
     Parameters
     ----------
@@ -144,10 +150,18 @@ def can_launch(device: torch.device, head_dim: int, n_rows: int, dtype: torch.dt
     -------
     bool
     """
-    reason = _unloaded_because(_index(device), head_dim, tile_of(n_rows), dtype == torch.float16)
-    if reason:
+    index, tile = _index(device), tile_of(n_rows)
+    reason = _unloaded_because(index, head_dim, tile, dtype == torch.float16)
+    if reason := reason or _unfit_because(index, head_dim, tile, dtype):
         warn_once(reason)
     return not reason
+
+
+def _is_wanted() -> bool:
+    wanted = os.environ.get("VERKV_CUDA", "") or "1"
+    if wanted not in ("0", "1"):
+        raise ValueError(f"VERKV_CUDA must be 0 (torch only) or 1, got {wanted!r}")
+    return wanted == "1"
 
 
 def _index(device: torch.device) -> int:
@@ -161,6 +175,12 @@ def _unloaded_because(device_index: int, head_dim: int, tile: int, fp16: bool) -
     except CudaUnavailable as error:
         return str(error)
     return ""
+
+
+def _unfit_because(device_index: int, head_dim: int, tile: int, dtype: torch.dtype) -> str:
+    from verkv.cuda import selfcheck  # it launches kernels, and what launches them asks this module
+
+    return selfcheck.unfit_because(device_index, head_dim, tile, dtype)
 
 
 @functools.cache
