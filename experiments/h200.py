@@ -13,9 +13,10 @@ import json
 import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -23,190 +24,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from verkv.bench.kernel_layer import DELTA, QWEN3_4B, SHORTLIST, UPPER_SHARES, KernelStep, Layer, Model, make_layer
+from verkv.bench.kernels import captured, ceilings, elapsed
 from verkv.context import SealedContext, SealPlan
 from verkv.cuda import layout
-from verkv.estimators.certificate import log_terms
 from verkv.estimators.fetching import FetchPlan, fetch_plan
-from verkv.estimators.sampling import (
-    MIN_INCLUSION_PROB,
-    decode_inclusion_probs,
-    inclusion_probabilities,
-    poisson_sample,
-    quantize_inclusion_probs,
-)
+from verkv.estimators.sampling import decode_inclusion_probs
 from verkv.estimators.shrinkage import binary_shrinkage
 from verkv.kvfetch import FetchConfig
 from verkv.sketches import RopePairSketch
 from verkv.stats import FetchStats
-from verkv.tiers import LEVEL_MASK, RESIDENT_BIT, ResidentRows
+from verkv.tiers import LEVEL_MASK, RESIDENT_BIT
 
-DELTA = 0.1
-UPPER_SHARES = (None, 0.7)  # of delta: Eq. (7), and the default of a press, which bounds the two sides apart
-COMPRESSION = 16
-N_PROTECTED = 64  # sinks, and as many of the local window
-SHORTLIST = 128
 CHECKED = ((5000, 0.05), (4096, 0.3), (20000, 0.01))  # tokens and epsilon
 N_OWN_LAYERS = 8  # layers with device memory of their own, so that no cache keeps one for the next
 
-
-@dataclass(frozen=True)
-class Model:
-    """What of a model decides the time of attention over its context."""
-
-    name: str
-    n_layers: int  # with full attention
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-
-
 MODELS = [
-    Model("Qwen3-4B", 36, 32, 8, 128),
+    QWEN3_4B,
     Model("Qwen3.5-9B", 8, 16, 4, 256),
     Model("Ministral-3-8B", 34, 32, 8, 128),
 ]
 TINY = [Model("tiny", 4, 4, 2, 64)]
 
 
-# --- a layer --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Layer:
-    """Tensors of one sealed layer, N units of T tokens."""
-
-    keys: Tensor  # (N, T, d) on the host, pinned if there is a GPU
-    values: Tensor
-    codes: Tensor  # (N, T)
-    rows: ResidentRows
-    row_positions: Tensor
-    sketch: RopePairSketch
-    query: Tensor  # (N, G, d), float32
-    tail_lse: Tensor
-    scaling: float
-
-    def kernel_arrays(self) -> dict[str, Tensor]:
-        """By the names of the kernels' parameters."""
-        flat = lambda tensor: tensor.flatten(0, 1)  # noqa: E731
-        return {
-            "query": self.query,
-            "codes": self.codes,
-            "channels": flat(self.sketch._channels),
-            "sketch": flat(self.sketch._codes),
-            "zero": flat(self.sketch._zero),
-            "scale": flat(self.sketch._scale),
-            "row_keys": self.rows.keys,
-            "row_values": self.rows.values,
-            "row_codes": self.rows.codes,
-            "row_positions": self.row_positions,
-            "row_offsets": self.rows.offsets,
-            "host_keys": self.keys,
-            "host_values": self.values,
-            "tail_lse": self.tail_lse,
-        }
-
-
-def make_layer(model: Model, n_tokens: int, batch: int, dtype: torch.dtype, device: torch.device, seed: int) -> Layer:
-    """Keys with strong channels and a few needles per query head, sampled to 1/16 of the cache's bytes."""
-    generator = torch.Generator(device).manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
-    d, group = model.head_dim, model.n_heads // model.n_kv_heads
-    n_units = batch * model.n_kv_heads
-    query = 0.5 * normal(n_units, group, d)
-    keys = torch.empty(n_units, n_tokens, d, dtype=dtype, device=device)
-    best = torch.empty(n_units, n_tokens, device=device)
-    for unit in range(n_units):  # one at a time: float32 keys of all would not fit beside everything else
-        own = normal(n_tokens, d) * (0.5 * normal(d)).exp()
-        for row in query[unit]:
-            needles = torch.randint(0, n_tokens, (12,), generator=generator, device=device)
-            own[needles] += 2 * row * (0.3 + 0.9 * torch.rand(12, 1, generator=generator, device=device))
-        keys[unit] = own.to(dtype)
-        best[unit] = (query[unit] @ keys[unit].float().mT * d**-0.5).amax(0)
-    values = normal(n_units, 1, d).to(dtype).expand(-1, n_tokens, -1) + keys.roll(1, 0)
-
-    sketch = RopePairSketch().build(keys[None])
-    n_protected = min(N_PROTECTED, n_tokens // 8)
-    certain = torch.zeros(n_units, n_tokens, dtype=torch.bool, device=device)
-    certain[:, :n_protected] = certain[:, -n_protected:] = True
-    row_bytes = 2 * d * keys.element_size()
-    charged = sketch.charged_bytes(n_tokens, d) + n_tokens
-    budget = (n_tokens * row_bytes / COMPRESSION - charged) / (row_bytes + 5)  # code and position of a row
-    budget = max(budget, 2.5 * n_protected)
-    scores = (0.5 * best + normal(n_units, n_tokens)).exp()
-    r = inclusion_probabilities(scores, budget, certain=certain, floor=MIN_INCLUSION_PROB)
-    levels, r = quantize_inclusion_probs(r)
-    codes = levels | poisson_sample(r, generator).to(torch.uint8) * RESIDENT_BIT
-    rows = ResidentRows.gather(keys[None], values[None], codes[None])
-    positions = ((codes & RESIDENT_BIT) != 0).nonzero()[:, 1].int()
-    return Layer(
-        *(to_host(tensor) for tensor in (keys, values)),
-        codes,
-        rows,
-        positions,
-        sketch,
-        query,
-        torch.full((n_units, group), -torch.inf, device=device),
-        d**-0.5,
-    )
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, pinned if there is a GPU."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor)
-
-
 # --- what is timed --------------------------------------------------------------------------------------------------
-
-
-class KernelStep:
-    """The kernels of one layer's step, launched one by one on buffers that all layers share; the default's bound."""
-
-    upper_share = UPPER_SHARES[1]
-
-    stages = {  # noqa: RUF012
-        "score": ("vk_score",),
-        "shortlist": ("vk_shortlist",),
-        "plan": ("vk_plan",),
-        "emit": ("vk_emit",),
-        "settle": ("vk_settle",),
-        "attend": ("vk_attend",),
-    }
-
-    def __init__(self, layer: Layer, shared: dict[str, Tensor] | None = None):
-        from verkv.cuda import operators
-
-        n_units, group, head_dim = layer.query.shape
-        n_tokens, device = layer.codes.shape[1], layer.query.device
-        splits = layout.splits_of(n_units, 1, operators.n_multiprocessors(device))
-        self.sizes = layout.Sizes(n_units, n_tokens, group, group, head_dim, SHORTLIST, splits)
-        self.layer, self.dtype, self.run_kernels = layer, layer.rows.keys.dtype, operators.run_kernels
-        if shared is None:
-            buffers = {}
-            for make in (layout.score_buffers, layout.plan_buffers, layout.attend_buffers):
-                buffers |= make(self.sizes)
-            shared = operators.empty_buffers(buffers, device, tuple(buffers))
-            for name, (shape, dtype) in layout.zeroed_buffers(self.sizes).items():
-                shared[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-        self.shared = shared
-        self.arrays = layer.kernel_arrays() | shared
-
-    def copy(self) -> "KernelStep":
-        """The same step on copies of all that it reads from the device."""
-        step = object.__new__(KernelStep)
-        step.__dict__.update(self.__dict__)
-        step.arrays = {
-            name: tensor if name in self.shared or name.startswith("host") else tensor.clone()
-            for name, tensor in self.arrays.items()
-        }
-        return step
-
-    def __call__(self, stages: tuple[str, ...], epsilon: float) -> None:
-        """Launch some stages."""
-        names = tuple(name for stage in stages for name in self.stages[stage])
-        scalars = {"scaling": self.layer.scaling, "max_read": 1.0, "compact": 1}
-        scalars |= zip(("log_term", "log_upper", "log_lower"), log_terms(DELTA, self.upper_share), strict=True)
-        self.run_kernels(names, self.sizes, self.arrays, scalars | {"epsilon": epsilon}, self.dtype)
 
 
 class TorchStep:
@@ -268,42 +109,15 @@ def timed(work: Callable[[], None], device: torch.device, repeats: int) -> float
             work()
             times.append(time.perf_counter() - start)
         return 1e6 * sorted(times)[repeats // 2]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return replayed(graph.replay, repeats)
+    return replayed(captured(work, device), repeats)
 
 
 def replayed(work: Callable[[], None], repeats: int) -> float:
-    """Median time between two events around some work, in microseconds."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
-    times = []
-    for _ in range(repeats + 1):
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return 1e3 * sorted(times[1:])[repeats // 2]
+    """Median time of some work on the current stream, in microseconds; one more is not counted."""
+    return 1e6 * statistics.median([elapsed(work) for _ in range(repeats + 1)][1:])
 
 
 # --- measurements ---------------------------------------------------------------------------------------------------
-
-
-def ceilings(device: torch.device, repeats: int) -> dict[str, float]:
-    """Bandwidths that no step can beat: device copy, and pinned host memory to the device."""
-    if device.type != "cuda":
-        return {}
-    source = torch.empty(2**30, dtype=torch.uint8, device=device)
-    target, host = torch.empty_like(source), torch.empty(2**29, dtype=torch.uint8, pin_memory=True)
-    copy = replayed(lambda: target.copy_(source), repeats)
-    read = replayed(lambda: target[: len(host)].copy_(host, non_blocking=True), repeats)
-    return {"device_copy_GBps": 2 * len(source) / copy / 1e3, "pinned_read_GBps": len(host) / read / 1e3}
 
 
 def check_kernels(model: Model, dtype: torch.dtype, device: torch.device, cases=CHECKED) -> list[dict]:
@@ -509,7 +323,7 @@ def main(arguments: list[str] | None = None) -> dict:
     report = {"environment": environment(device), "models": [asdict(model) for model in models], "checks": []}
     report["contexts"] = []
     report |= {"settings": [], "left_out": []}
-    report["ceilings"] = ceilings(device, options.repeats)
+    report["ceilings"] = ceilings(device, options.repeats) if device.type == "cuda" else {}
     if device.type == "cuda":  # what is wrong is shown first
         for dtype in (torch.bfloat16, torch.float16):
             for model in models[:2]:
