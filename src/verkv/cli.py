@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--seed", type=int, default=0, help="of inputs, draws and the order of measurements")
     bench.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     bench.add_argument("--model", help="name or folder of a causal language model (default: SmolLM2-135M-Instruct)")
-    bench.add_argument("--tokens", type=int, help="length of the model's context (default: 4000; 800 with --quick)")
+    bench.add_argument(
+        "--tokens", type=int, help="length of the context (default: 4000, kernels 32768; less with --quick)"
+    )
     bench.add_argument("--rounds", type=int, help="rounds of each comparison (default: by benchmark)")
     bench.add_argument("--compression-ratio", type=float, default=0.9375, help="fraction removed: 16x is 0.9375")
     bench.add_argument("--epsilon", type=float, default=0.05, help="VerKV's tolerance")

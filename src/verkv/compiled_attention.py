@@ -1,10 +1,10 @@
 """Attention on a CPU by compiled loops, where numba is installed: fetched rows are read in place, not copied first."""
 
-import functools
-
+import numpy
 import torch
 from torch import Tensor
 
+from verkv import loops
 from verkv.estimators.compiled_plan import compiles
 from verkv.tiers import HostTier, ResidentRows
 
@@ -78,18 +78,5 @@ def attend_in_place(
     log_weights = log_weights.expand(*query.shape[:-1], log_weights.shape[-1])
     inputs = query, rows.keys, rows.values, rows.offsets, log_weights, *host, fetched, tail[0], tail[1].float()
     arrays = [as_array(tensor.detach().contiguous()) for tensor in inputs]
-    _loops().attend_units(*arrays, _float32(scaling), output.numpy(), lse.numpy())
+    loops.load()["attention"].attend_units(*arrays, numpy.float32(scaling), output.numpy(), lse.numpy())
     return output, lse
-
-
-@functools.cache
-def _loops():
-    from verkv.loops import attention
-
-    return attention
-
-
-def _float32(number: float):
-    import numpy
-
-    return numpy.float32(number)

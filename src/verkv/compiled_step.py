@@ -11,9 +11,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from verkv import loops
 from verkv.compiled_attention import as_array, attend_in_place, reads_in_place
 from verkv.estimators.certificate import log_terms
-from verkv.estimators.compiled_plan import plan_loops
 from verkv.estimators.sampling import decode_inclusion_probs
 from verkv.stats import LayerRecord
 from verkv.tiers import LEVEL_MASK
@@ -72,10 +72,8 @@ class CompiledStep:
     """One pass over one layer: :func:`attend` in its parts."""
 
     def __init__(self, context, rows: Tensor, chunks: list[slice], tail: tuple[Tensor, Tensor], scaling: float):
-        from verkv.loops import step
-
         self.context, self.rows, self.chunks, self.tail = context, rows, chunks, tail
-        self.scaling, self.loops = numpy.float32(scaling), step
+        self.scaling, self.loops = numpy.float32(scaling), loops.load()["step"]
         self.codes = context.codes.numpy()
         self.keys, self.offsets = as_array(context.rows.keys), context.rows.offsets.numpy()
         self.slots = numpy.full((len(self.codes), int(context.rows.offsets.diff().max())), -1, numpy.int64)
@@ -133,12 +131,12 @@ class CompiledStep:
         tolerance = torch.as_tensor(epsilon, dtype=torch.float64, device="cpu").expand(tail_weights.shape).contiguous()
         self.shrinkage.append(numpy.empty((*tail_weights.shape, self.slots.shape[1]), numpy.float32))
         self.results.append(numpy.empty((*tail_weights.shape, 4)))
-        fetch = context.fetch
-        plan_loops().plan_units(
+        fetch, levels = context.fetch, self.codes & LEVEL_MASK
+        loops.load()["plan"].plan_units(
             weights.numpy(),
-            self.codes & LEVEL_MASK,
+            levels,
             _inclusion_probs(),
-            ~self.known,
+            (levels > 0) & ~self.known,
             variance.numpy(),
             tail_weights.double().numpy(),
             tolerance.numpy(),

@@ -3,14 +3,14 @@
 import builtins
 import functools
 import sys
+import warnings
 
 import pytest
 import torch
 from plan_rows import DELTA, F32, F64, KINDS, assert_same_plan, exact_bound, make_rows, reference
 
-import verkv.loops
+from verkv import loops
 from verkv.estimators import binary_shrinkage, certificate_drop, fetch_plan, linear_plan, optimal_shrinkage
-from verkv.estimators import compiled_plan as module
 from verkv.estimators.compiled_plan import compiled_plan, compiles
 
 pytest.importorskip("numba", reason="numba compiles these plans")
@@ -203,11 +203,12 @@ class TestBadInput:
 class TestChoice:
     @pytest.fixture(autouse=True)
     def _look_again(self, monkeypatch):
-        monkeypatch.delattr(verkv.loops, "plan", raising=False)
-        monkeypatch.delitem(sys.modules, "verkv.loops.plan", raising=False)
-        module.plan_loops.cache_clear()
+        for name in loops.MODULES:
+            monkeypatch.delattr(loops, name, raising=False)
+            monkeypatch.delitem(sys.modules, f"verkv.loops.{name}", raising=False)
+        loops.load.cache_clear()
         yield
-        module.plan_loops.cache_clear()
+        loops.load.cache_clear()
 
     @pytest.mark.parametrize(("setting", "expected"), [("", True), ("1", True), ("0", False)])
     def test_environment(self, monkeypatch, setting, expected):
@@ -219,23 +220,42 @@ class TestChoice:
         with pytest.raises(ValueError, match="VERKV_COMPILED must be 0"):
             compiles()
 
-    def test_without_numba(self, without_numba):
-        assert not compiles()
+    def test_without_numba(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "numba", None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not compiles()
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'verkv\[compiled\]'"):
             compiled_plan(*make_rows("peaked", 2, 20), 0.1, DELTA)
 
-    def test_numba_that_cannot_be_imported_is_named_once(self, monkeypatch):
+    def test_numba_that_does_not_compile(self, monkeypatch):
+        import numba
+
+        monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+        assert not compiles()
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ImportError("Numba needs NumPy 2.3 or less"),
+            ModuleNotFoundError("no llvmlite", name="llvmlite"),
+        ],
+        ids=["numpy", "llvmlite"],
+    )
+    def test_numba_that_cannot_be_imported_is_named_once(self, monkeypatch, error):
         known = builtins.__import__
 
         def importing(name, *args):
             if name == "numba":
-                raise ImportError("Numba needs NumPy 2.3 or less")
+                raise error
             return known(name, *args)
 
         monkeypatch.setattr(builtins, "__import__", importing)
-        with pytest.warns(UserWarning, match=r"cannot be used \(Numba needs NumPy 2.3 or less\)"):
+        with pytest.warns(UserWarning, match=rf"cannot be used \({error}\)"):
             assert not compiles()
-        assert not compiles()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not compiles()
 
     def test_a_system_without_a_folder_for_the_cache(self, monkeypatch):
         import numba
@@ -248,8 +268,21 @@ class TestChoice:
             return njit(**options)
 
         monkeypatch.setattr(numba, "njit", without_folder)
-        assert verkv.loops.compiled(lambda x: x + 1)(2) == 3
+        assert loops.compiled(lambda x: x + 1)(2) == 3
 
-    @pytest.fixture
-    def without_numba(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "numba", None)
+    def test_what_is_on_disk_may_be_damaged(self, monkeypatch):
+        """All loops are then compiled for this process, once, and the plan is made."""
+        monkeypatch.setattr(loops, "_keeps_compiled", True)
+        rows = make_rows("peaked", 2, 100)
+        expected = compiled_plan(*rows, 0.05, DELTA)
+
+        def damaged(*arguments):
+            raise EOFError("Ran out of input")
+
+        sys.modules["verkv.loops.plan"].plan_rows = damaged
+        with pytest.warns(UserWarning, match=r"could not be read or kept \(EOFError: Ran out of input\)"):
+            plan = compiled_plan(*rows, 0.05, DELTA)
+        assert torch.equal(plan.promoted, expected.promoted)
+        sys.modules["verkv.loops.plan"].plan_rows = damaged
+        with pytest.raises(EOFError):
+            compiled_plan(*rows, 0.05, DELTA)

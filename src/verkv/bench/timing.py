@@ -29,8 +29,8 @@ class Comparison:
         The case the others are divided by.
     seconds : dict of str to list of float
         By case, one number per round, in the order of the rounds.
-    clock : str
-        "CPU" or "wall".
+    clock : {"CPU", "wall", "GPU"}
+        What the seconds are of.
     facts : dict
         What else a reader should know, for the report.
     """

@@ -4,13 +4,12 @@ A decode step of a model with a few thousand tokens is too small for tensor oper
 them. The loops are in :mod:`verkv.loops`; numba compiles them at the first plan and keeps the result on disk.
 """
 
-import functools
 import os
-import warnings
 
 import torch
 from torch import Tensor
 
+from verkv import loops
 from verkv.estimators.certificate import check_delta, check_upper_share, log_terms
 from verkv.estimators.fetching import check_epsilon
 from verkv.estimators.linear_plan import LinearPlan
@@ -32,20 +31,7 @@ def compiles() -> bool:
     wanted = os.environ.get("VERKV_COMPILED", "") or "1"
     if wanted not in ("0", "1"):
         raise ValueError(f"VERKV_COMPILED must be 0 (torch only) or 1, got {wanted!r}")
-    return wanted == "1" and plan_loops() is not None
-
-
-@functools.cache
-def plan_loops():
-    """The module of the loops; None where numba is missing or cannot be imported, the latter with a warning."""
-    try:
-        from verkv.loops import plan
-    except ModuleNotFoundError:
-        return None
-    except Exception as error:  # say, a numpy that this numba does not know
-        warnings.warn(f"numba is installed but cannot be used ({error}): torch plans, more slowly", stacklevel=2)
-        return None
-    return plan
+    return wanted == "1" and loops.load() is not None
 
 
 @torch.no_grad()
@@ -93,8 +79,8 @@ def compiled_plan(
     check_epsilon(epsilon)
     check_delta(delta)
     check_upper_share(upper_share)
-    loops = plan_loops()
-    if loops is None:
+    found = loops.load()
+    if found is None:
         raise ModuleNotFoundError("compiled plans need numba: pip install 'verkv[compiled]'")
     weights, r, denominator = (at_least_float32(tensor) for tensor in (weights, inclusion_probs, denominator))
     weights = weights.contiguous()
@@ -111,7 +97,7 @@ def compiled_plan(
     arguments += [denominator.double().expand(shape[:-1]).reshape(n_rows), tolerance.reshape(n_rows)]
     outputs = [_lines(coefficients, n_rows), _lines(promoted, n_rows), n_promoted.view(n_rows), bounds]
     sides = log_terms(delta, upper_share)
-    loops.plan_rows(*(tensor.numpy() for tensor in arguments), sides, *(tensor.numpy() for tensor in outputs))
+    found["plan"].plan_rows(*(tensor.numpy() for tensor in arguments), sides, *(tensor.numpy() for tensor in outputs))
     before, after = (bound.view(shape[:-1]) for bound in bounds.to(dtype).unbind(1))
     return LinearPlan(coefficients, promoted, n_promoted, before, after)
 

@@ -48,15 +48,15 @@ def plan_units(
 ):
     """Plan the query rows of N KV heads, and unite what those of a head promote.
 
-    weights (N, R, T), with which the tokens that are unknown (N, T) enter as the moments of a Gaussian error of
-    variance (N, R), or (0, 0), say; levels (N, T), of probabilities probs[level], 0 outside the residual set;
+    weights (N, R, T), of which those of unknown (N, T) tokens are a sketch's, with a Gaussian error of variance (N, R)
+    in the logit where that is not (0, 0); levels (N, T), of probabilities probs[level], 0 outside the residual set;
     tail_weights and tolerance (N, R), float64; slots (N, S), the positions of resident rows, -1 where there is none.
     Written: union (N, T), to which promoted tokens are added; slot_shrinkage (N, R, S); results (N, R, 4): k*, whether
     a token without a slot is promoted, and the bounds before and after promoting.
     """
     n_units, n_rows, n_tokens = weights.shape
     memory = scratch(n_tokens)
-    shrinkage, promoted = np.empty(n_tokens, np.float32), np.empty(n_tokens, np.bool_)
+    shrinkage, promoted, w = np.empty(n_tokens, np.float32), np.empty(n_tokens, np.bool_), np.empty(n_tokens)
     r, residual = np.empty(n_tokens, np.float32), np.empty(n_tokens, np.bool_)
     for unit in range(n_units):
         for i in range(n_tokens):
@@ -64,9 +64,9 @@ def plan_units(
             residual[i] = levels[unit, i] > 0
         ratios(r, residual, memory[0])
         for row in range(n_rows):
-            w = weights[unit, row]
             denominator = tail_weights[unit, row]
             for i in range(n_tokens):
+                w[i] = weights[unit, row, i]
                 denominator += w[i]
             if variance.shape[0]:
                 denominator += spread_error(w, unknown[unit], np.float64(variance[unit, row]))
@@ -89,10 +89,10 @@ def spread_error(w, unknown, variance):
     """Turn weights of unknown tokens into the roots of their second moments; returns what their means add to D."""
     added, factor = 0.0, math.exp(variance)
     for i in range(len(w)):
-        if unknown[i]:
+        if unknown[i] and w[i] > 0.0:  # where the factor overflows, a weight of 0 stays 0
             added += w[i]
             w[i] *= factor
-    return added * math.expm1(variance / 2.0)
+    return added * math.expm1(variance / 2.0) if added > 0.0 else 0.0
 
 
 @compiled

@@ -16,7 +16,7 @@ RESIDENT, LEVEL = np.uint8(0x80), np.uint8(0x7F)  # bits of a code, as in verkv.
 def choose_shortlist(best, codes, paper, size, chosen):
     """Mark the ``size`` residual tokens with the best score (N, T); with ``paper`` only those that are not resident.
 
-    Of equal scores the first token is taken. Written: chosen (N, T).
+    Of equal scores the first token is taken; scores that are -inf or not a number never are. Written: chosen (N, T).
     """
     heap = np.empty(size, np.int64)  # the worst of the chosen ones on top
     for unit in range(len(best)):
@@ -132,7 +132,7 @@ def settle(codes, chosen, results, max_read, union, is_exact, counts):
             n_tokens += codes[unit, i] > 0
             n_residual += (codes[unit, i] & LEVEL) > 0
             n_promoted += union[unit, i]
-        everything = n_promoted > max_read * n_tokens or (n_promoted == n_residual and n_residual > 0)
+        everything = n_promoted > np.float32(max_read * n_tokens) or (n_promoted == n_residual and n_residual > 0)
         for row in range(results.shape[1]):
             everything = everything or not np.isfinite(results[unit, row, 3])
         is_exact[unit] = everything
