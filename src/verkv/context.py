@@ -21,7 +21,7 @@ from verkv.sketches import Sketch
 from verkv.sketches.fit import FittedSketch, build_sketch
 from verkv.sketches.segmented import SegmentedSketch
 from verkv.stats import FetchStats, LayerRecord
-from verkv.tiers import LEVEL_MASK, HostTier, ResidentRows, Segment, host_parts, pad_rows
+from verkv.tiers import LEVEL_MASK, HostTier, ResidentRows, Segment, host_parts, pad_rows, take_rows
 from verkv.values import ValueNorms
 
 LOG_PER_LEVEL = math.log(2.0) / LEVELS_PER_OCTAVE  # -log r of one level
@@ -263,7 +263,7 @@ class SealedContext:
             output, lse = step.attend(self, rows, chunks, tail, scaling, record)
             return self._concluded(query, rows, chunks, tail, output, lse, scaling, record)
         index, is_row = self.rows.padded_index()
-        resident_k = self.rows.keys.index_select(0, index.flatten()).unflatten(0, index.shape).float()
+        resident_k = take_rows(self.rows.keys, index).float()
         if self.fetch is None:
             promotion = None
             log_weights = [self._log_inverse_probs(index, is_row)[:, None, None]] * len(chunks)
@@ -305,7 +305,7 @@ class SealedContext:
         scaling: float,
     ) -> Callable[[slice, Tensor], tuple[Tensor, Tensor]]:
         """Attention of some rows by torch; what is fetched is copied to the device, once for all of them."""
-        resident_v = self._resident_values(index)[:, None]
+        resident_v = take_rows(self.rows.values, index)[:, None]
         resident_k = resident_k[:, None]
         if promotion is not None:
             fetched_k, is_fetched = pad_rows(self._fetched_keys(promotion), promotion.units, self.n_units)
@@ -337,9 +337,11 @@ class SealedContext:
 
         return attend_chunk
 
-    def _resident_values(self, index: Tensor) -> Tensor:
-        """Padded as their keys, (N, S, dv)."""
-        return self.rows.values.index_select(0, index.flatten()).unflatten(0, index.shape)
+    def _planner(self, resident_k: Tensor, is_row: Tensor, scaling: float) -> Planner:
+        """Of this context; resident keys (N, S, d) in float32, and which of them are rows."""
+        read_keys = lambda units, positions: self.host.read_keys(units, positions, self.device)  # noqa: E731
+        error = self.sketch_error and self.sketch_error.flat()
+        return Planner(self.codes, resident_k, is_row, read_keys, self.fetch, self.sketch.is_oracle, error, scaling)
 
     def _plan(
         self,
@@ -353,13 +355,10 @@ class SealedContext:
         record: LayerRecord,
     ) -> "_Promotion":
         """Algorithm 2 for all query rows; the union over a KV head's rows is read and exact for each of them."""
-        read_keys = lambda units, positions: self.host.read_keys(units, positions, self.device)  # noqa: E731
-        error = self.sketch_error and self.sketch_error.flat()
-        planner = Planner(self.codes, resident_k, is_row, read_keys, self.fetch, self.sketch.is_oracle, error, scaling)
-        score = self._scorer(rows, chunks)
+        planner, score = self._planner(resident_k, is_row, scaling), self._scorer(rows, chunks)
         norms, output = self.value_norms, None
         if norms is not None:
-            output = planner.output_context(norms.decode(), norms.centre, self._resident_values(index))
+            output = planner.output_context(norms.decode(), norms.centre, take_rows(self.rows.values, index))
         plan = planner.run(
             [
                 QueryRows(

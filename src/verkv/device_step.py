@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from verkv.attention import weighted_attention
-from verkv.planning import KeyPool, Planner, QueryRows
+from verkv.planning import QueryRows
 from verkv.sketches import RopePairSketch
 from verkv.stats import LayerRecord
-from verkv.tiers import RESIDENT_BIT, HostParts, pad_rows
+from verkv.tiers import RESIDENT_BIT, HostParts, take_rows
 
 if TYPE_CHECKING:  # on a machine without a GPU nothing of verkv.cuda is loaded
     from verkv.cuda.launch import DeviceLayer, DevicePlan
@@ -239,19 +239,6 @@ def _scorable(context) -> dict[str, Tensor] | None:
 # --- sketches that torch scores ---------------------------------------------------------------------------------------
 
 
-class _Scorer(Planner):
-    """The first half of a plan: the logits that the kernels go on from."""
-
-    def score(self, chunks: list[QueryRows]) -> tuple[list[Tensor], list[Tensor | None], Tensor]:
-        """Planning logits (N, R, T) and error variance (N, R) of each chunk, and the tokens (N, T) that are known."""
-        self.pool = KeyPool.empty(self.resident.shape[1], self.resident_keys)
-        known = self._known_before(chunks)
-        slot_is_known = known.gather(1, self.slot_positions) & self.is_row
-        keys, is_key = pad_rows(self.pool.keys, self.pool.units, len(known))
-        scored = [self._logits(chunk, known, slot_is_known, keys, is_key) for chunk in chunks]
-        return [logits for logits, _ in scored], [variance for _, variance in scored], known
-
-
 def _plan_scored(
     layer: "DeviceLayer",
     context,
@@ -266,22 +253,19 @@ def _plan_scored(
     from verkv.cuda import launch
 
     index, is_row = context.rows.padded_index()
-    resident = context.rows.keys.index_select(0, index.flatten()).unflatten(0, index.shape).float()
-    read_keys = lambda units, positions: context.host.read_keys(units, positions, context.device)  # noqa: E731
-    error, sketch = context.sketch_error and context.sketch_error.flat(), context.sketch
-    scorer = _Scorer(context.codes, resident, is_row, read_keys, context.fetch, sketch.is_oracle, error, scaling)
+    planner = context._planner(take_rows(context.rows.keys, index).float(), is_row, scaling)
     score = context._scorer(rows, chunks)
     parts = [
         QueryRows(rows[:, :, chunk].flatten(1, 2), functools.partial(score, chunk), tail_lse, epsilon)
         for chunk in chunks
     ]
-    logits, variances, known = scorer.score(parts)
+    logits, variances, known = planner.score(parts)
     join = lambda found: torch.cat([t.unflatten(1, (context.beams, -1)) for t in found], 2).flatten(1, 2)  # noqa: E731
     variance = None if variances[0] is None else join(variances).contiguous()
     plan = launch.plan_logits(
         layer, join(logits).contiguous(), tail_lse, epsilon, context.fetch.delta, known, variance, **options
     )
-    n_read = torch.bincount(scorer.pool.units, minlength=context.n_units)
+    n_read = torch.bincount(planner.pool.units, minlength=context.n_units)
     return dataclasses.replace(plan, n_shortlisted=n_read.int())
 
 

@@ -1,6 +1,6 @@
 """Algorithm 2 over one layer: which exact weights may enter the plan, how often it is made, what is read for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -161,8 +161,7 @@ class Planner:
 
     def run(self, chunks: list[QueryRows]) -> Plan:
         """Plan all rows, read keys first where that is asked for, and unite what a KV head's rows promote."""
-        self.pool = KeyPool.empty(self.resident.shape[1], self.resident_keys)
-        known = self._known_before(chunks)
+        known = self._start(chunks)
         n_shortlisted = len(self.pool.units)
         for _ in range(0 if self.is_oracle else self.fetch.key_rounds):
             promoted = self._unite(chunks, known)[0]
@@ -176,6 +175,18 @@ class Planner:
         promoted = torch.where(is_exact[:, None], self.residual, promoted)
         n_keys_first = len(self.pool.units) - n_shortlisted
         return Plan(promoted, decisions, fetching, is_exact, self.pool, n_shortlisted, n_keys_first)
+
+    def score(self, chunks: list[QueryRows]) -> tuple[list[Tensor], list[Tensor | None], Tensor]:
+        """The first half of a plan: logits to plan with (N, R, T) and the variance (N, R) of the sketch's by chunk, and
+        the tokens (N, T) whose logits are exact."""
+        known = self._start(chunks)
+        logits, variances = zip(*self._scored(chunks, known), strict=True)
+        return list(logits), list(variances), known
+
+    def _start(self, chunks: list[QueryRows]) -> Tensor:
+        """Begin a pass with an empty pool; the tokens (N, T) that are known before anything is planned."""
+        self.pool = KeyPool.empty(self.resident.shape[1], self.resident_keys)
+        return self._known_before(chunks)
 
     def _known_before(self, chunks: list[QueryRows]) -> Tensor:
         """Tokens (N, T) whose exact weight enters the first plan, chosen by a rule that is blind to the draw.
@@ -204,11 +215,8 @@ class Planner:
     ) -> tuple[Tensor, list[Decision], list[Tensor]]:
         """Plan every chunk; the union of promoted tokens (N, T), and the decisions where they are wanted."""
         union = torch.zeros_like(self.residual)
-        slot_is_known = known.gather(1, self.slot_positions) & self.is_row
-        keys, is_key = pad_rows(self.pool.keys, self.pool.units, len(known))
         decisions, fetching = [], []
-        for chunk in chunks:
-            logits, variance = self._logits(chunk, known, slot_is_known, keys, is_key)
+        for chunk, (logits, variance) in zip(chunks, self._scored(chunks, known), strict=True):
             decision = decide(
                 logits,
                 chunk.tail_lse,
@@ -225,6 +233,13 @@ class Planner:
                 fetching.append((decision.promoted & ~self.resident[:, None]).any(-1))
                 decisions.append(decision.at(self.slot_positions))
         return union, decisions, fetching
+
+    def _scored(self, chunks: list[QueryRows], known: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Logits and variance of each chunk, one after another: all at once would be large."""
+        slot_is_known = known.gather(1, self.slot_positions) & self.is_row
+        keys, is_key = pad_rows(self.pool.keys, self.pool.units, len(known))
+        for chunk in chunks:
+            yield self._logits(chunk, known, slot_is_known, keys, is_key)
 
     def _logits(
         self, chunk: QueryRows, known: Tensor, slot_is_known: Tensor, keys: Tensor, is_key: Tensor

@@ -278,6 +278,11 @@ class ResidentRows:
         return _ROW_FIELDS if self.surplus is None else (*_ROW_FIELDS, "surplus")
 
 
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows (M, d) at an index (N, S) of :meth:`ResidentRows.padded_index`, (N, S, d)."""
+    return rows.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
 def pad_rows(rows: Tensor, units: Tensor, n_units: int) -> tuple[Tensor, Tensor]:
     """Spread ragged rows (M, d), sorted by unit, over (N, S, d) with zeros behind, and say which slots are rows."""
     counts = torch.bincount(units, minlength=n_units)

@@ -3,35 +3,19 @@
 import pytest
 import torch
 from agreement import needs_compiler
-from emulator import emulator
 from problems import make_layer
 
 from verkv.attention import weighted_attention
 from verkv.context import SealedContext, SealPlan
-from verkv.cuda import launch, operators
 from verkv.cuda.launch import DeviceLayer, attend, plan_rope_pair, rope_pair_tensors, unpack_bits
 from verkv.kvfetch import FetchConfig
 from verkv.sketches import RopePairSketch
 from verkv.stats import FetchStats
 from verkv.tiers import RESIDENT_BIT
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("on_emulator")]
 
 BEAMS, GROUP, TAIL = 2, 3, 5
-
-
-@pytest.fixture(autouse=True)
-def _on_emulator(monkeypatch):
-    def run(names, sizes, arrays, scalars, dtype):
-        params = operators.kernel_params(sizes, arrays, scalars)
-        for name in names:
-            emulator(sizes.head_dim, sizes.tile, dtype == torch.float16).launch(name, sizes, params)
-
-    monkeypatch.setattr(operators, "run_kernels", run)
-    for module in (operators, launch):
-        monkeypatch.setattr(module, "n_multiprocessors", lambda device: 4)
-    monkeypatch.setattr(launch, "_check_device", lambda device: None)
-    monkeypatch.setattr(launch, "_check_pinned", lambda tensor, name: None)
 
 
 @pytest.mark.parametrize("n_queries", [1, 3], ids=["decode", "question"])

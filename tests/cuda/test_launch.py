@@ -6,36 +6,16 @@ import dataclasses
 import pytest
 import torch
 from agreement import DELTA, UPPER_SHARES, needs_compiler
-from emulator import emulator
 from problems import attend as attend_float64
 from problems import make_layer, solve
 
-from verkv.cuda import launch, layout, operators
+from verkv.cuda import launch, layout
 from verkv.cuda.launch import DeviceLayer, pack_bits, plan_logits, plan_rope_pair, rope_pair_tensors, unpack_bits
 from verkv.sketches import RopePairSketch
 
 pytestmark = needs_compiler
 EPSILON = 0.05
 sided = pytest.mark.parametrize("upper_share", UPPER_SHARES, ids=str)
-
-
-@pytest.fixture
-def on_emulator(monkeypatch):
-    """Kernels run on the CPU, on CPU tensors; returns the names of those that ran."""
-    ran = []
-
-    def run(names, sizes, arrays, scalars, dtype):
-        params = operators.kernel_params(sizes, arrays, scalars)
-        for name in names:
-            emulator(sizes.head_dim, sizes.tile, dtype == torch.float16).launch(name, sizes, params)
-        ran.extend(names)
-
-    monkeypatch.setattr(operators, "run_kernels", run)
-    for module in (operators, launch):
-        monkeypatch.setattr(module, "n_multiprocessors", lambda device: 4)
-    monkeypatch.setattr(launch, "_check_device", lambda device: None)
-    monkeypatch.setattr(launch, "_check_pinned", lambda tensor, name: None)
-    return ran
 
 
 def device_layer(layer, **changes) -> DeviceLayer:

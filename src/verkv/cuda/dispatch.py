@@ -1,11 +1,11 @@
 """The one place where kernels or torch are chosen."""
 
 import functools
-import os
 import warnings
 
 import torch
 
+from verkv.checks import is_switched_on
 from verkv.cuda.build import MIN_CAPABILITY, CudaUnavailable, check, driver_bindings, load_kernels, nvrtc_bindings
 from verkv.cuda.layout import HEAD_DIMS, MAX_GRID_Y, MAX_TOKENS, tile_of
 
@@ -47,7 +47,7 @@ def warmup(
     ValueError
         If the environment variable ``VERKV_CUDA`` is neither 0 nor 1.
     """
-    is_checked = _is_wanted()
+    is_checked = is_switched_on("VERKV_CUDA")
     if not torch.cuda.is_available():
         raise CudaUnavailable("torch sees no CUDA device")
     index = torch.cuda.current_device() if device is None else device
@@ -115,7 +115,7 @@ def select_backend(
     ValueError
         If the environment variable ``VERKV_CUDA`` is neither 0 nor 1.
     """
-    if not _is_wanted() or device.type != "cuda":
+    if not is_switched_on("VERKV_CUDA") or device.type != "cuda":
         return "torch"
     reason = (
         unavailable_because(_index(device))
@@ -155,13 +155,6 @@ def can_launch(device: torch.device, head_dim: int, n_rows: int, dtype: torch.dt
     if reason := reason or _unfit_because(index, head_dim, tile, dtype):
         warn_once(reason)
     return not reason
-
-
-def _is_wanted() -> bool:
-    wanted = os.environ.get("VERKV_CUDA", "") or "1"
-    if wanted not in ("0", "1"):
-        raise ValueError(f"VERKV_CUDA must be 0 (torch only) or 1, got {wanted!r}")
-    return wanted == "1"
 
 
 def _index(device: torch.device) -> int:

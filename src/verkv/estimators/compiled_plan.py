@@ -4,12 +4,11 @@ A decode step of a model with a few thousand tokens is too small for tensor oper
 them. The loops are in :mod:`verkv.loops`; numba compiles them at the first plan and keeps the result on disk.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
 from verkv import loops
+from verkv.checks import is_switched_on
 from verkv.estimators.certificate import check_delta, check_upper_share, log_terms
 from verkv.estimators.fetching import check_epsilon
 from verkv.estimators.linear_plan import LinearPlan
@@ -28,10 +27,7 @@ def compiles() -> bool:
     ValueError
         If the environment variable ``VERKV_COMPILED`` is neither 0 nor 1.
     """
-    wanted = os.environ.get("VERKV_COMPILED", "") or "1"
-    if wanted not in ("0", "1"):
-        raise ValueError(f"VERKV_COMPILED must be 0 (torch only) or 1, got {wanted!r}")
-    return wanted == "1" and loops.load() is not None
+    return is_switched_on("VERKV_COMPILED") and loops.load() is not None
 
 
 @torch.no_grad()
