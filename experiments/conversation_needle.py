@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from demo_loading import load_demo_model
 
 import verkv
 from verkv import Conversation, KVzipPress, VerKVPress
 from verkv.demo import prose_paragraphs
-from verkv.demo_model import demo_model_path
 
 OUT = Path(__file__).parent.parent / "docs" / "results" / "conversation.jsonl"
 NAMES = ("tomato", "harbor", "violin", "lantern", "meadow", "falcon", "ribbon", "kettle", "orchid", "anchor")
@@ -81,9 +80,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    path = demo_model_path()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    model, tokenizer = load_demo_model()
     facts = {"torch": torch.__version__, "transformers": transformers.__version__, "verkv": verkv.__version__}
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     for seed in args.seeds:

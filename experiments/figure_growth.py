@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 import transformers
 from contexts import build_context
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from demo_loading import load_demo_model
+from transformers import DynamicCache
 
 import verkv
 from verkv import KVzipPress, VerKVPress
 from verkv.bench.timing import compare
 from verkv.branching import branch
 from verkv.cache import make_cache
-from verkv.demo_model import demo_model_path
 from verkv.report import plots
 from verkv.report.picture import save
 
@@ -84,9 +84,7 @@ def times(model, branches: dict, dense, ids: torch.Tensor, rounds: int) -> dict[
 @torch.inference_mode()
 def run(args) -> list[dict]:
     """Twenty turns; one line for each."""
-    path = demo_model_path()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    model, tokenizer = load_demo_model()
     n_turns, size = args.turns, args.tokens
     task = build_context("prose", tokenizer, (n_turns + 1) * size, args.seed)
     ids = tokenizer(task.context, return_tensors="pt").input_ids

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 import transformers
 from contexts import build_context
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from demo_loading import load_demo_model
+from transformers import DynamicCache
 
 import verkv
 from verkv import KVzipPress, VerKVPress
 from verkv.cache import make_cache
 from verkv.demo import encode_task
-from verkv.demo_model import demo_model_path
 from verkv.presses import record_queries
 from verkv.rotary import rotary_from_config
 from verkv.sketches import TransformSketch
@@ -148,9 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    path = demo_model_path()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    model, tokenizer = load_demo_model()
     facts = {"torch": torch.__version__, "transformers": transformers.__version__, "verkv": verkv.__version__}
     for kind in args.kinds:
         for seed in args.seeds:

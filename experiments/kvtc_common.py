@@ -9,13 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from demo_loading import load_demo_model
 from kvtc_table import CHUNK, chunked, prefill, pydoc_split, report_progress
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from verkv import __version__
 from verkv.codecs import Artefact, calibrate
-from verkv.demo_model import demo_model_path
 
 DEFAULT_ARTEFACT = Path("experiments/results/kvtc_table.safetensors")
 N_SCORED = 256  # tokens of a text whose distributions are compared
@@ -75,16 +75,9 @@ class Setting:
         }
 
 
-def load_model():
-    """The demo model in float32, and its tokenizer."""
-    path = demo_model_path()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(path)
-
-
 def open_setting(artefact_path: Path, calibration_tokens: int = 40_000) -> Setting:
     """The demo model with the calibration of ``kvtc_table.py``, which is made if it is not there."""
-    model, tokenizer = load_model()
+    model, tokenizer = load_demo_model()
     if not artefact_path.exists():
         artefact_path.parent.mkdir(parents=True, exist_ok=True)
         sequences = calibration_sequences(tokenizer, calibration_tokens)

@@ -17,11 +17,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from demo_loading import load_demo_model
+from transformers import DynamicCache
 
 from verkv import __version__
 from verkv.codecs import KVTC, KvtcConfig, Stages, load_context, open_context, save_context
-from verkv.demo_model import demo_model_path
 
 
 class Timer:
@@ -67,9 +67,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="append the JSON line to this file")
     options = parser.parse_args()
 
-    path = demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model, tokenizer = load_demo_model()
     codec = KVTC(options.calibration, model, KvtcConfig(ratio=options.ratio, mode=options.mode))
     text = "\n\n".join(topics[name] for name in sorted(topics)[3::4])
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens + 1]

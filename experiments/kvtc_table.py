@@ -20,11 +20,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from demo_loading import load_demo_model
+from transformers import DynamicCache
 
 from verkv import __version__
 from verkv.codecs import KVTC, Artefact, KvtcConfig, calibrate, reconstruction_error
-from verkv.demo_model import demo_model_path
 
 CHUNK = 2048
 RATIOS = (8, 16, 32, 64)
@@ -207,9 +207,7 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     artefact_path = options.artefact or options.output.with_suffix(".safetensors")
 
-    path = demo_model_path()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model, tokenizer = load_demo_model()
     calibration, test = pydoc_split()
     if not artefact_path.exists():
         sequences = chunked(tokenizer, calibration, options.calibration_tokens)
