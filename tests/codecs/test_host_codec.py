@@ -14,6 +14,7 @@ from verkv import PoissonCompPress, VerKVPress, make_cache, prefill
 from verkv.codecs import CodecError, HostCodec, KvtcConfig, load_context, save_context
 from verkv.codecs.host_tier import CompressedHostTier
 from verkv.codecs.kvtc import KVTC
+from verkv.estimators.compiled_plan import compiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:residuals are larger")
 
@@ -129,14 +130,16 @@ def test_positions_of_later_segments_are_the_models(case):
         assert part.tier_error["key_error"] < wrong.tier_error["key_error"]
 
 
-def test_saved_and_loaded_it_answers_alike(case, tmp_path, by_torch):
+def test_saved_and_loaded_it_answers_alike(case, tmp_path, each_way):
+    """Bit by bit, but where loops serve the loaded context: they do not serve coded hosts, and round otherwise."""
     model, codec = case
     ids = random_ids(1, N + 10)
     press = VerKVPress(kvzip(), 0.4, host_codec=codec, **SHORT)
     cache, _ = sealed(model, press, ids[:, :N])
     save_context(tmp_path / "context.kvtc", cache, model, press=press)
     loaded = load_context(tmp_path / "context.kvtc", model)
-    assert torch.equal(forward(model, ids[:, N:], loaded), forward(model, ids[:, N:], cache))
+    answers = [forward(model, ids[:, N:], each) for each in (loaded, cache)]
+    assert_close(*answers, atol=1e-4 if compiles() else 0.0, rtol=0.0)
     assert not loaded.layers[0].context.host.is_coded
 
 

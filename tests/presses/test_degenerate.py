@@ -6,6 +6,7 @@ from kvpress import KnormPress
 from transformers import DynamicCache, LlamaConfig
 
 from verkv import VerKVPress
+from verkv.estimators.compiled_plan import compiles
 
 HEADS, KV_HEADS, T, D = 4, 2, 300, 64
 
@@ -80,16 +81,18 @@ def test_no_nan_and_errors_within_the_tolerance(keys, options):
 
 
 @pytest.mark.parametrize("keys", ["outlier channels", "outlier tokens"])
-def test_a_sketch_that_cannot_code_the_keys_reads_everything_and_says_so(keys):
+def test_a_sketch_that_cannot_code_the_keys_reads_everything_and_says_so(keys, each_way):
     """Its moments leave no bound to stand on: the step is exact, and counted as such."""
     press, cache = sealed(10.0 * KEYS[keys](), sketch="rope_pair", error_aware=True)
     _, records = decode(press, cache)
     exact = sum(record.exact_heads for record in records)
     assert exact > 0 and press.stats.exact_rate("decode") == exact / (4 * KV_HEADS)
-    # What is exact is off by the rounding of the logits, of which the largest is at most |q| |k| / sqrt(d).
+    # By loops, what is exact is off by the rounding of logits, of which the largest is at most |q| |k| / sqrt(d): they
+    # need not round as the audit's own matrix product does.
     keys, query = cache.layers[0].context.host.keys.norm(dim=-1), draw(1, HEADS, 1, D, seed=10).norm(dim=-1)
     rounding = 4.0 * torch.finfo(torch.float32).eps * float(keys.max() * query.max()) * D**-0.5
-    assert press.stats.relative_errors().max() < rounding < 0.01 or exact < 4 * KV_HEADS
+    limit = rounding if compiles() else 1e-4
+    assert press.stats.relative_errors().max() < limit < 0.01 or exact < 4 * KV_HEADS
     assert press.stats.summary()["decode_exact_rate"] > 0
 
 
