@@ -1,9 +1,9 @@
 """``verkv demo`` and the command line."""
 
 import json
+from importlib.metadata import version
 
 import pytest
-import torch
 
 from verkv.cli import main
 from verkv.demo import KEYS, DemoSettings, build_task, format_table, prose_paragraphs, run_demo
@@ -66,7 +66,7 @@ class TestWithTheModel:
         assert format_table(results, settings) in capsys.readouterr().out
         (line,) = (tmp_path / "demo.jsonl").read_text().splitlines()
         record = json.loads(line)
-        assert record["settings"]["seed"] == 0 and record["versions"]["torch"] == torch.__version__
+        assert record["settings"]["seed"] == 0 and record["versions"]["torch"] == version("torch")
         verified = record["results"][4]
         assert verified["name"] == "VerKV"
         assert 0 < verified["kv_read_per_token"] < 1 and verified["resident"] < 0.26

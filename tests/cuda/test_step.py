@@ -624,8 +624,12 @@ def test_a_model_on_a_gpu(tiny_model, monkeypatch, options):
 
 def loaded_by(code: str) -> str:
     """Modules of CUDA that a process of its own has loaded after running some code, in which warnings are errors."""
-    shown = "print([name for name in sys.modules if name.split('.')[0] == 'cuda' or name.startswith('verkv.cuda')])"
-    code = f"import sys, warnings; warnings.simplefilter('error', UserWarning)\n{code}\n{shown}"
+    before = (
+        "import sys, torch, warnings; torch.cuda.is_available(); before = set(sys.modules)"  # torch's own, with CUDA
+    )
+    names = "name.split('.')[0] == 'cuda' or name.startswith('verkv.cuda')"
+    shown = f"print([name for name in sys.modules if name not in before and ({names})])"
+    code = f"{before}\nwarnings.simplefilter('error', UserWarning)\n{code}\n{shown}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not run.returncode, run.stderr
     return run.stdout.strip()
